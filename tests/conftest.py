@@ -1,0 +1,211 @@
+"""Shared fixtures: the root modules as an importable package, small targets of every supported kind, and plain
+decoding.
+
+The oracle for losslessness is `plain_greedy`: the target alone, one token a forward, and the argmax of its logits.
+"""
+
+import dataclasses
+import os
+import sys
+import types
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def add_package(name: str, folder: Path) -> None:
+    """Make `folder`, whose modules import each other with a leading dot, importable as the package `name`."""
+    package = types.ModuleType(name)
+    package.__path__ = [str(folder)]
+    sys.modules[name] = package
+
+
+add_package("dspark", ROOT)
+add_package("tiny_kimi_k3", ROOT / "examples" / "tiny-kimi-k3")
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from common import plain_greedy  # noqa: E402, F401  (tests import it from here)
+
+HAS_NATIVE_KIMI = hasattr(transformers, "KimiLinearForCausalLM")
+TARGET_KINDS = ["text", "wrapper", "qwen3"] + (
+    ["native"] if HAS_NATIVE_KIMI else []
+)  # native: transformers 5.19 and later
+
+SMALL = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 5, "bos_token_id": 8, "pad_token_id": 10}
+MASK_TOKEN_ID = 11
+PLACEHOLDER_ID = 7
+
+
+def text_config(**changes):
+    """A Kimi K3 text configuration with KDA layers 0 to 2 and MLA layers 3 and 4, and three AttnRes snapshots."""
+    from tiny_kimi_k3.configuration_kimi_k3 import KimiLinearConfig
+
+    fields = dict(
+        SMALL,
+        intermediate_size=48,
+        num_attention_heads=2,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        linear_attn_config={
+            "kda_layers": [1, 2, 3],
+            "full_attn_layers": [4, 5],
+            "num_heads": 2,
+            "head_dim": 8,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+        },
+        attn_res_block_size=2,
+        num_experts=4,
+        moe_intermediate_size=16,
+        routed_expert_hidden_size=16,
+        initializer_range=0.3,
+    )
+    return KimiLinearConfig(**{**fields, **changes})
+
+
+def make_target(kind: str, seed: int = 0, **changes):
+    """A small random target in float32: its logits spread enough that near ties do not occur in practice."""
+    torch.manual_seed(seed)
+    if kind == "text":
+        from tiny_kimi_k3.modeling_kimi_k3 import KimiLinearForCausalLM
+
+        return KimiLinearForCausalLM(text_config(**changes)).eval()
+    if kind == "wrapper":
+        from tiny_kimi_k3.configuration_kimi_k3 import KimiK3Config
+        from tiny_kimi_k3.modeling_kimi_k3 import KimiK3ForConditionalGeneration
+
+        config = KimiK3Config(
+            text_config=text_config(**changes),
+            media_placeholder_token_id=PLACEHOLDER_ID,
+            initializer_range=0.3,
+            bos_token_id=8,
+            pad_token_id=10,
+        )
+        return KimiK3ForConditionalGeneration(config).eval()
+    if kind == "native":
+        config = transformers.KimiLinearConfig(
+            **dict(SMALL, **changes),
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            kv_lora_rank=12,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            linear_head_dim=8,
+            linear_num_heads=2,
+            initializer_range=0.3,
+            layer_types=["linear_attention"] * 3 + ["full_attention"] * 2,
+            eos_token_id=None,
+        )
+        return transformers.KimiLinearForCausalLM(config).eval()
+    if kind == "qwen3":
+        config = transformers.Qwen3Config(
+            **dict(SMALL, **changes),
+            intermediate_size=48,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            initializer_range=0.3,
+        )
+        return transformers.Qwen3ForCausalLM(config).eval()
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+@pytest.fixture(params=TARGET_KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def one_seed():
+    torch.manual_seed(0)
+
+
+def make_draft(target, draft_class=None, seed: int = 1, **nested):
+    """A random draft that fits `target`: taps of KDA and MLA layers, a Markov head and a confidence head, plain
+    RoPE."""
+    from dspark.configuration_dspark import DSparkConfig
+    from dspark.modeling_dspark import DSparkDraftModel
+    from dspark.target_kimi_k3 import locate_text_model
+
+    text = locate_text_model(target)[0].config
+    config = DSparkConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+        initializer_range=0.3,
+        block_size=7,
+        num_target_layers=text.num_hidden_layers,
+        dflash_config={
+            "projector_type": "dspark",
+            "target_layer_ids": [0, 2, 4],
+            "mask_token_id": MASK_TOKEN_ID,
+            "markov_rank": 8,
+            "confidence_head_alpha": 1.0,
+            "confidence_head_with_markov": True,
+            **nested,
+        },
+    )
+    torch.manual_seed(seed)
+    return (draft_class or DSparkDraftModel)(config).eval()
+
+
+def make_scripted_draft(target, propose, **nested):
+    """A draft whose tokens are dictated: `propose(prefix_ids [1, c])` returns up to seven ids, filled up with wrong
+    ones.
+
+    The rest of the block pass is the real one. The dictated law is one-hot, as a deterministic draft's is.
+    `draft.prefixes` records the committed text of every round, and `draft.watch(prefix_ids, cache, target)` is called
+    there if set.
+    """
+    from dspark.modeling_dspark import DSparkDraftModel
+
+    class ScriptedDraft(DSparkDraftModel):
+        def draft_block(self, anchor_ids, cache, target, prefix_ids=None, *rest):
+            block = super().draft_block(anchor_ids, cache, target, prefix_ids, *rest)
+            self.prefixes.append(prefix_ids.clone())
+            if self.watch is not None:
+                self.watch(prefix_ids, cache, target)
+            tokens = torch.tensor([propose(prefix_ids)])
+            scores = torch.full_like(block.scores, -torch.inf).scatter(-1, tokens[..., None], 0.0)
+            return dataclasses.replace(block, tokens=tokens, scores=scores)
+
+    draft = make_draft(target, ScriptedDraft, **nested)
+    draft.prefixes, draft.watch = [], None
+    return draft
+
+
+def follow(text, accepted=lambda: 7, vocab_size: int = 12):
+    """A script that proposes what follows in `text` `[1, n]`, but is wrong at place `accepted()` (0-based; 7:
+    nowhere)."""
+
+    def propose(prefix_ids):
+        at = prefix_ids.shape[1]
+        tokens = text[0, at : at + 7].tolist()
+        tokens += [0] * (7 - len(tokens))
+        wrong = accepted()
+        if wrong < 7:
+            tokens[wrong] = (tokens[wrong] + 1) % vocab_size
+        return tokens
+
+    return propose
