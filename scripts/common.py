@@ -40,6 +40,7 @@ def fresh_draft(target):
         hidden_size=text.hidden_size,
         intermediate_size=2 * text.hidden_size,
         num_hidden_layers=2,
+        layer_types=["full_attention"] * 2,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_target_layers=layers,
@@ -75,19 +76,18 @@ def encode_prompt(tokenizer, prompt: str) -> torch.Tensor:
 
 @torch.no_grad()
 def plain_greedy(target, input_ids: torch.Tensor, max_new_tokens: int, stop_ids=(), **prompt_inputs) -> torch.Tensor:
-    """The target's own greedy continuation `[1, prompt + new]`, one token a forward, with nothing of the draft
-    involved."""
+    """The target's own greedy continuation, `[1, prompt + new]`: one token a forward, no draft involved."""
     cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     output = target(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=True, **prompt_inputs)
-    processed = (
-        output.logits.shape[1] if prompt_inputs else input_ids.shape[1]
-    )  # an image's placeholder stands for many
+    # An image's placeholder stands for many positions; only the target knows how many.
+    processed = output.logits.shape[1] if prompt_inputs else input_ids.shape[1]
     for made in range(1, max_new_tokens + 1):
         token = output.logits[:, -1].float().argmax(dim=-1, keepdim=True)
         input_ids = torch.cat([input_ids, token], dim=1)
         processed += 1
         if token.item() in stop_ids or made == max_new_tokens:
             break
+        cache = output["cache"] if "cache" in output else output["past_key_values"]
         mask = token.new_ones(1, processed)
-        output = target(input_ids=token, attention_mask=mask, use_cache=True, **{cache_name: output[cache_name]})
+        output = target(input_ids=token, attention_mask=mask, use_cache=True, **{cache_name: cache})
     return input_ids
