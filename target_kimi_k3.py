@@ -1,0 +1,233 @@
+"""The target side of speculative decoding: any Kimi K3 model, or plain decoder, as something to verify against.
+
+`VerifiableTarget` finds the text backbone, the input embedding and the output head of a loaded model, taps the hidden
+states the draft feeds on, runs prefill and the W-wide verify forwards, and takes rejected tokens out of the target's
+state again. Hooks are on the model only while a forward of ours runs, so it is left as it was, also after an exception.
+
+Where models and versions of transformers differ in how a forward is called, the difference is in this file: the name of
+the cache argument, the field the cache comes back in, and which module of a wrapper is the text backbone.
+
+Taps, as the draft was trained on them: the tap of layer i, 0-based, is the tensor that enters the input norm of layer
+i + 1, or the final norm for the last layer. For a plain decoder this is the residual stream, `hidden_states[i + 1]`.
+Kimi K3 mixes snapshots of earlier blocks into each layer's input; `output_hidden_states` does not hold that mixture.
+
+Shapes: B batch (1), P prompt positions, W verify width, T taps, H hidden, V vocabulary.
+"""
+
+import inspect
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .target_state import TargetState
+
+
+@dataclass
+class TargetOutput:
+    """One forward: `logits` `[B, rows, V]` of its last rows, `features` `[B, positions, T * H]` (None without taps)."""
+
+    logits: torch.Tensor
+    features: torch.Tensor | None
+
+
+class VerifiableTarget:
+    """A loaded target model with what speculative decoding needs of it.
+
+    Args:
+        model: `KimiK3ForConditionalGeneration`, `KimiLinearForCausalLM` (released or native), or a decoder with a
+            `DynamicCache`.
+        tap_ids: 0-based ids of the layers whose taps are collected, in the order they are concatenated.
+
+    Raises ValueError if backbone, head or a tapped norm cannot be found. `embed` and `head` work at once;
+    around `prefill`, `verify` and `commit` use it as a context manager, which lets go of the target's cache at the end:
+    after an exception a notebook keeps the frames alive, and with them gigabytes.
+    """
+
+    def __init__(self, model: nn.Module, tap_ids: tuple[int, ...] = ()):
+        self.model = model
+        self.tap_ids = tuple(tap_ids)
+        self.backbone, self.lm_head = locate_text_model(model)
+        self.config = self.backbone.config
+        self.tapped_norms = {tap_id: self._norm_after(tap_id) for tap_id in self.tap_ids}
+        self.cache_argument = cache_argument(model)
+        self.cache = None
+        self.state: TargetState | None = None
+        self.length = 0  # positions the target's state holds
+        self._head_like: torch.Tensor | None = None  # empty, of the dtype and device the target hands to its head
+        self._checked = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go. An offloaded model reports `meta`; then it is where accelerate runs its modules."""
+        if self.model.device.type != "meta":
+            return self.model.device
+        hooks = (getattr(module, "_hf_hook", None) for module in self.model.modules())
+        devices = (getattr(hook, "execution_device", None) for hook in hooks)
+        return torch.device(next((device for device in devices if device is not None), "cpu"))
+
+    @classmethod
+    def wrap(cls, target: "VerifiableTarget | nn.Module") -> "VerifiableTarget":
+        """`target` itself if it is wrapped already, else a `VerifiableTarget` around it."""
+        return target if isinstance(target, cls) else cls(target)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's input embedding of `[B, W]` ids, `[B, W, H]`."""
+        return self.backbone.embed_tokens(token_ids.to(self.device))
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's output head over `[B, W, H]`, in the dtype and on the device the target uses it: `[B, W, V]`."""
+        like = self._head_like
+        dtype, device = (self.model.dtype, self.device) if like is None else (like.dtype, like.device)
+        return self.lm_head(hidden.to(device=device, dtype=dtype))
+
+    def __enter__(self) -> "VerifiableTarget":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.cache = self.state = None
+        self.length = 0
+
+    def prefill(self, input_ids: torch.Tensor, **inputs) -> TargetOutput:
+        """Process the next piece of the prompt, `[B, P]`, with the logits of its last row.
+
+        `inputs` (such as `pixel_values`) go to the target's forward. Positions are counted from what the target
+        processed: a placeholder of an image may stand for many. Raises ValueError for a cache that could not be rolled
+        back.
+        """
+        output = self._forward(input_ids, rows=1, **inputs)
+        if self.state is None:
+            self.state = TargetState(self.cache, self.backbone.layers, self.config)
+            if self.state.has_unknown_layers and not self._checked:
+                self._rehearse()
+        if any(held != self.length for held in self.state.store.attention_lengths()):
+            raise ValueError(
+                f"The target processed {self.length} positions but its cache holds "
+                f"{self.state.store.attention_lengths()} (per attention layer). A cache that drops "
+                "positions, such as a sliding window, is not supported."
+            )
+        return output
+
+    def verify(self, block_ids: torch.Tensor) -> TargetOutput:
+        """One forward over anchor and draft tokens, `[B, W]`: logits and features of all W rows. Follow it with
+        `commit`."""
+        with self.state.recording():
+            output = self._forward(block_ids, rows=block_ids.shape[1])
+        if not self._checked:
+            self.state.check_replay(block_ids.shape[1])
+            self._checked = True
+        return output
+
+    def commit(self, kept: int, width: int) -> None:
+        """Keep the first `kept` of the `width` positions of the last verify forward and undo the others."""
+        self.length -= width - kept
+        self.state.roll_back(self.length, kept, width)
+
+    def _forward(self, input_ids: torch.Tensor, rows: int, **inputs) -> TargetOutput:
+        input_ids = input_ids.to(self.device)
+        # The released Kimi K3 needs the mask over past and new positions spelled out in cached forwards.
+        attention_mask = input_ids.new_ones(input_ids.shape[0], self.length + input_ids.shape[1])
+        cache = {} if self.cache is None else {self.cache_argument: self.cache}
+        taps: dict[int, torch.Tensor] = {}
+        widths: list[int] = []
+
+        def keep_needed_rows(hidden: torch.Tensor) -> torch.Tensor:
+            widths.append(hidden.shape[1])
+            self._head_like = hidden.new_empty(0)
+            return hidden[:, -rows:]
+
+        with ExitStack() as hooks:
+            _hook_before(hooks, self.lm_head, keep_needed_rows)
+            for tap_id, norm in self.tapped_norms.items():
+                _hook_before(hooks, norm, lambda hidden, tap_id=tap_id: taps.update({tap_id: hidden}))
+            output = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=True, return_dict=True, **cache, **inputs
+            )
+        if len(widths) != 1 or len(taps) != len(self.tap_ids):
+            raise ValueError(
+                f"The target's forward called `lm_head` {len(widths)} times instead of once, or not all norms after "
+                f"layers {list(self.tap_ids)} as modules (seen: {sorted(taps)}), so it cannot be tapped. "
+                "This target is not supported."
+            )
+        self.cache = next((output[name] for name in ("cache", "past_key_values") if name in output), None)
+        if self.cache is None:
+            raise ValueError(
+                f"The target ({type(self.model).__name__}) returned no cache from a forward with `use_cache=True`, so "
+                "it cannot go on from what it has processed. This target is not supported on this transformers version."
+            )
+        self.length += widths[0]
+        features = [taps[tap_id].to(self.device) for tap_id in self.tap_ids]
+        return TargetOutput(output.logits, torch.cat(features, dim=-1) if features else None)
+
+    def _rehearse(self) -> None:
+        """Replay on a scratch cache, so that a layer of unknown structure is refused before any token is made.
+
+        Two tokens first, fewer than a convolution window: after a wider forward the window no longer tells whether the
+        one before was taken up. The tokens differ, because states of a repeated token may agree by accident.
+        """
+        tokens = torch.arange(8, device=self.device)[None] % self.config.vocab_size
+        scratch = VerifiableTarget(self.model)
+        scratch._checked = True  # no rehearsal of the rehearsal
+        scratch.prefill(tokens[:, 3:])
+        for width in (2, 8):
+            scratch._checked = False
+            scratch.verify(tokens[:, :width])
+            scratch.commit(width, width)
+        self._checked = True
+
+    def _norm_after(self, tap_id: int) -> nn.Module:
+        depth = len(self.backbone.layers)
+        if not 0 <= tap_id < depth:
+            raise ValueError(f"Tap id {tap_id} names no layer of the target: ids count from 0, it has {depth} layers.")
+        if tap_id == depth - 1:
+            return self.backbone.norm
+        following = self.backbone.layers[tap_id + 1]
+        if not hasattr(following, "input_layernorm"):
+            raise ValueError(
+                f"The target's `layers.{tap_id + 1}` ({type(following).__name__}) has no `input_layernorm`, where the "
+                f"hidden states after layer {tap_id} are tapped. This target is not supported."
+            )
+        return following.input_layernorm
+
+
+def locate_text_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The text backbone (with `layers`, `norm`, `embed_tokens`) inside `model`, and the output head that belongs to it.
+
+    Goes down `language_model` and `model`, as the multimodal wrapper and the text classes nest them. ValueError without
+    both.
+    """
+    head, module = None, model
+    while module is not None:
+        head = head or getattr(module, "lm_head", None)
+        if all(hasattr(module, name) for name in ("layers", "norm", "embed_tokens")):
+            break
+        module = getattr(module, "language_model", None) or getattr(module, "model", None)
+    if module is None:
+        raise ValueError(
+            f"`target` is a {type(model).__name__}, in which no text model was found: expected a module with `layers`, "
+            "`norm` and `embed_tokens` under `model` or `language_model`. Load the target with "
+            "AutoModelForCausalLM.from_pretrained."
+        )
+    if not isinstance(head, nn.Module):
+        raise ValueError(
+            f"`target` is a {type(model).__name__}, a backbone without an output head (`lm_head`), so it cannot say "
+            "which token comes next. Load it with AutoModelForCausalLM.from_pretrained instead of AutoModel."
+        )
+    return module, head
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name of the forward's cache argument: `cache` for models of transformers 5.19 and later, else
+    `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _hook_before(hooks: ExitStack, module: nn.Module, see) -> None:
+    """Until `hooks` closes, `see` gets the input of each forward of `module`; what it returns, if any, replaces it."""
+
+    def hook(module, args, kwargs):
+        replacement = see(args[0] if args else next(iter(kwargs.values())))
+        return None if replacement is None else ((replacement,), {})
+
+    hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
