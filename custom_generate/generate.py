@@ -1,0 +1,20 @@
+"""The Hub's door: `target.generate(..., custom_generate=<this repository>, trust_remote_code=True,
+draft_model=<draft>)`.
+
+This file is loaded alone, so it works through the objects it is given and imports nothing from the repository.
+"""
+
+
+def generate(model, draft_model=None, inputs=None, input_ids=None, **kwargs):
+    """Generate with `model` as the target and `draft_model`, a loaded `DSparkDraftModel`, as the draft.
+
+    Takes and returns what `DSparkDraftModel.generate` does; `inputs` is the prompt as `generate` names its first
+    argument.
+    """
+    if not hasattr(draft_model, "draft_block"):
+        raise ValueError(
+            f"`draft_model` is {type(draft_model).__name__}, but a DSparkDraftModel is needed: load it with "
+            "AutoModel.from_pretrained(<draft repository>, trust_remote_code=True) and pass it as `draft_model=`."
+        )
+    prompt = input_ids if inputs is None else inputs
+    return draft_model.generate(prompt, target=model, **kwargs)

@@ -1,0 +1,460 @@
+"""Speculative decoding with a DSpark draft: prefill, then rounds of draft, verify, accept, commit, emit.
+
+A round spends one forward of the target, W = K + 1 tokens wide: the anchor (the last committed token, which the target
+has not processed) and the K draft tokens. Row k of its logits judges draft token k + 1. With `a` accepted, the next
+token comes from row `a`, and the round yields a + 1 tokens.
+
+Loop invariant, with c committed tokens: `ids[:, :c]` is final; `ids[:, c - 1]` is the anchor; the target's state holds
+exactly the positions before the anchor, and the draft's context holds exactly the same positions. Stops and budgets cut
+a round's tokens before the state is committed, so text, statistics, streamer and caches never disagree.
+
+Everything around the loop (generation config, logits processors, stopping criteria, streamers) is transformers' own.
+
+Shapes: B batch (1), c committed tokens, K draft tokens, W = K + 1 verify width, V vocabulary, T taps, H hidden.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerationMixin
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+from .target_kimi_k3 import VerifiableTarget
+
+# Fields of GenerationConfig that the loop honours; any other one that is not at its default is refused by name.
+HONOURED_FIELDS = frozenset(
+    """max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p top_h
+    min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias
+    output_scores output_logits return_dict_in_generate pad_token_id bos_token_id eos_token_id
+    prefill_chunk_size""".split()
+)
+# Fields that mean nothing to a decoder run token by token, whatever their value.
+INERT_FIELDS = frozenset({"transformers_version", "disable_compile", "decoder_start_token_id"})
+# Arguments of the target's forward that a prompt may bring along: images of the multimodal Kimi K3.
+PROMPT_INPUTS = ("pixel_values", "grid_thws")
+
+
+@dataclass
+class DSparkGenerateOutput(ModelOutput):
+    """What `generate` returns with `return_dict_in_generate=True`.
+
+    Args:
+        sequences: prompt and new tokens, `[B, prompt + new]` int64.
+        scores: with `output_scores`, processed target scores of each new token, a tuple of `[B, V]` float32.
+        logits: with `output_logits`, unprocessed target logits of each new token, a tuple of `[B, V]` float32.
+        acceptance_histogram: verify rounds by accepted draft tokens 0..K, `[B, K + 1]` int64, as verification judged,
+            before a stop or a budget cut the round.
+        acc_len: mean of accepted + 1 over the rounds, `[B]` float32 (as SGLang 0.5.23 counts it); nan without rounds.
+        tokens_per_round: tokens emitted by rounds over rounds, `[B]` float32, which a stop cuts; nan without rounds.
+        num_target_forwards: verify forwards of the target; prefill is not counted.
+    """
+
+    sequences: torch.LongTensor | None = None
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
+    acceptance_histogram: torch.LongTensor | None = None
+    acc_len: torch.Tensor | None = None
+    tokens_per_round: torch.Tensor | None = None
+    num_target_forwards: int | None = None
+
+
+@dataclass
+class Request:
+    """A validated call of `generate`, as the loop needs it. `inputs` go to the target's forward at prefill."""
+
+    input_ids: torch.Tensor
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    streamer: BaseStreamer | None
+    inputs: dict[str, torch.Tensor]
+
+
+@dataclass
+class Verdict:
+    """Outcome of one verification: how many draft tokens are accepted, and the token that follows them, `[B]`."""
+
+    accepted: int
+    next_token: torch.Tensor
+
+
+@dataclass
+class Transcript:
+    """The committed text and its statistics. `ids` `[B, c]`; `histogram[a]` counts the rounds with `a` accepted."""
+
+    request: Request
+    ids: torch.Tensor
+    histogram: list[int]
+    finished: bool = False
+    scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        return self.ids[:, -1]
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.ids.shape[1] - self.request.input_ids.shape[1]
+
+
+@torch.no_grad()
+def generate(
+    draft,
+    input_ids: torch.LongTensor,
+    target,
+    generation_config: GenerationConfig | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    prefix_allowed_tokens_fn: Callable | None = None,
+    streamer: BaseStreamer | None = None,
+    tokenizer=None,
+    **kwargs,
+) -> torch.LongTensor | DSparkGenerateOutput:
+    """Continue a prompt with the target's own output, drafted by `draft` (DSpark, arXiv 2607.05147).
+
+    Greedy decoding gives the target's own tokens; sampling keeps the target's distribution (Leviathan et al., arXiv
+    2211.17192, algorithm 1). Unset options come from the target's generation config, as in the target's own `generate`.
+
+    Args:
+        draft: a `DSparkDraftModel`.
+        input_ids: the prompt, `[1, prompt]` int64, unpadded.
+        target: the loaded target model, as `AutoModelForCausalLM` returns it. Left as it was, also after an error.
+        generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, tokenizer: as in
+            transformers' `generate`. A processor must depend on its arguments alone: it sees draft tokens.
+        kwargs: fields of `GenerationConfig`, `attention_mask`, and `pixel_values` and `grid_thws` of an image prompt.
+
+    Returns:
+        `[1, prompt + new]` int64, or a `DSparkGenerateOutput` with `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: before any token is made, for an argument that is wrong or not supported, naming it, and for a
+            target whose state cannot be rolled back.
+    """
+    verifiable = VerifiableTarget(target, draft.config.target_layer_ids)
+    check_pair(draft, verifiable)
+    request = prepare_request(
+        verifiable,
+        input_ids,
+        generation_config,
+        logits_processor,
+        stopping_criteria,
+        prefix_allowed_tokens_fn,
+        streamer,
+        tokenizer,
+        kwargs,
+    )
+    with verifiable:
+        transcript = decode(draft, verifiable, request)
+    return summarize(transcript)
+
+
+def decode(draft, target: VerifiableTarget, request: Request) -> Transcript:
+    """The loop: reads like the paper's figure of one round, once per round, until a stop."""
+    cache = draft.new_cache()
+    transcript = Transcript(request, request.input_ids, histogram=[0] * (draft.config.block_size + 1))
+    if request.streamer is not None:
+        request.streamer.put(request.input_ids.cpu())
+
+    logits = prefill(draft, target, cache, request)
+    first_token, scores = choose_token(logits, request)
+    emit(transcript, first_token, scores, logits, kept=count_until_stop(transcript, first_token))
+
+    context_lead = cache.length - transcript.ids.shape[1]  # -1, or more with an image: its placeholder stands for many
+    while not transcript.finished:
+        assert cache.length == target.length == transcript.ids.shape[1] + context_lead, "loop invariant"
+        block = draft.draft_block(
+            transcript.anchor, cache, target, transcript.ids, request.processors, request.config.do_sample
+        )
+        draft_tokens = block.tokens.to(transcript.ids.device)
+        output = target.verify(torch.cat([transcript.anchor[:, None], draft_tokens], dim=1))
+        scores = process_rows(output.logits, transcript.ids, draft_tokens, request.processors)
+        verdict = accept(scores, draft_tokens, block.scores, request.config.do_sample)
+        transcript.histogram[verdict.accepted] += 1
+
+        tokens = torch.cat([draft_tokens[:, : verdict.accepted], verdict.next_token[:, None]], dim=1)
+        kept = count_until_stop(transcript, tokens)
+        commit(draft, target, cache, output.features, kept)
+        emit(transcript, tokens, scores, output.logits, kept)
+
+    if request.streamer is not None:
+        request.streamer.end()
+    return transcript
+
+
+def prefill(draft, target: VerifiableTarget, cache, request: Request) -> torch.Tensor:
+    """Process the prompt, in pieces if `prefill_chunk_size` says so; returns its last row's logits, `[B, 1, V]`."""
+    prompt = request.input_ids
+    for piece in prompt.split(request.config.prefill_chunk_size or prompt.shape[1], dim=1):
+        output = target.prefill(piece, **request.inputs)
+        add_context(draft, cache, output.features)
+    return output.logits
+
+
+def commit(draft, target: VerifiableTarget, cache, features: torch.Tensor, kept: int) -> None:
+    """Keep the round's first `kept` positions, in the target's state and, by their features, in the draft's context."""
+    target.commit(kept, width=features.shape[1])
+    add_context(draft, cache, features[:, :kept])
+
+
+def add_context(draft, cache, features: torch.Tensor) -> None:
+    """Write `features` `[B, C, T * H]` of the next C processed positions into the draft's context."""
+    positions = torch.arange(cache.length, cache.length + features.shape[1], device=draft.device)
+    draft.write_context(features, positions.expand(features.shape[0], -1), cache)
+
+
+def count_until_stop(transcript: Transcript, tokens: torch.Tensor) -> int:
+    """How many of the round's `tokens` `[B, n]` are kept: all, or up to the first stopping event, inclusive."""
+    for count in range(1, tokens.shape[1] + 1):
+        if bool(transcript.request.criteria(torch.cat([transcript.ids, tokens[:, :count]], dim=1), None).all()):
+            transcript.finished = True
+            return count
+    return tokens.shape[1]
+
+
+def emit(transcript: Transcript, tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor, kept: int) -> None:
+    """Append the first `kept` tokens `[B, n]` to the text, with the rows of `scores` and `logits` that chose them."""
+    request, tokens = transcript.request, tokens[:, :kept]
+    transcript.ids = torch.cat([transcript.ids, tokens], dim=1)
+    if request.config.output_scores:
+        transcript.scores.extend(scores[:, :kept].unbind(1))
+    if request.config.output_logits:
+        transcript.logits.extend(logits[:, :kept].float().unbind(1))
+    if request.streamer is not None:
+        request.streamer.put(tokens[0].cpu())
+
+
+def choose_token(logits: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token after the prompt `[B, 1]`, chosen from `[B, 1, V]` by the target alone, and its processed scores."""
+    scores = process_rows(logits, request.input_ids, request.input_ids[:, :0], request.processors)
+    if request.config.do_sample:
+        return torch.multinomial(scores[:, 0].softmax(dim=-1), num_samples=1), scores
+    return scores.argmax(dim=-1), scores
+
+
+def process_rows(
+    logits: torch.Tensor, ids: torch.Tensor, draft_tokens: torch.Tensor, processors: LogitsProcessorList
+) -> torch.Tensor:
+    """Target logits `[B, n + 1, V]` after the processors, float32; row k sees the text and the first k drafts."""
+    rows = []
+    for k, row in enumerate(logits.unbind(1)):
+        rows.append(processors(torch.cat([ids, draft_tokens[:, :k]], dim=1), row.to(dtype=torch.float32, copy=True)))
+    return torch.stack(rows, dim=1)
+
+
+def accept(
+    target_scores: torch.Tensor, draft_tokens: torch.Tensor, draft_scores: torch.Tensor, do_sample: bool
+) -> Verdict:
+    """Judge the draft tokens `[1, K]` by processed target scores `[1, K + 1, V]` and the draft's own `[1, K, V]`."""
+    if not do_sample:
+        return accept_greedy(target_scores, draft_tokens)
+    draft_probs = draft_scores.to(target_scores.device).softmax(dim=-1)
+    return accept_sampled(target_scores.softmax(dim=-1), draft_tokens, draft_probs)
+
+
+def accept_greedy(target_scores: torch.Tensor, draft_tokens: torch.Tensor) -> Verdict:
+    """Accept the longest prefix of draft tokens `[1, K]` that equals the target's argmax over `[1, K + 1, V]`.
+
+    Example: the target's argmax by row is 5 7 9 4 and the drafts are 5 7 8: two are accepted, and 9 follows them.
+    """
+    choices = target_scores.argmax(dim=-1)
+    accepted = _leading_true(draft_tokens == choices[:, :-1])
+    return Verdict(accepted, choices[:, accepted])
+
+
+def accept_sampled(
+    target_probs: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor,
+    generator: torch.Generator | None = None,
+) -> Verdict:
+    """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1), lossless for any law of the drafts.
+
+    Draft token d_k is accepted with probability min(1, target(d_k) / draft(d_k)). At the first rejection the next token
+    is drawn from the normalised positive part of target - draft in that row; after K acceptances from the target's last
+    row.
+
+    Args: target_probs `[1, K + 1, V]` and draft_probs `[1, K, V]` float32 laws; draft_tokens `[1, K]`, drawn from
+    draft_probs.
+    """
+    token_index = draft_tokens[..., None]
+    ratio = target_probs[:, :-1].gather(-1, token_index) / draft_probs.gather(-1, token_index)
+    uniform = torch.rand(draft_tokens.shape, generator=generator, device=draft_tokens.device)
+    accepted = _leading_true(uniform < ratio[..., 0])  # 0 / 0 is nan, which compares as a rejection
+    law = target_probs[:, accepted]
+    if accepted < draft_tokens.shape[1]:
+        residual = (law - draft_probs[:, accepted]).clamp_min(0.0)
+        # Equal laws leave no residual; only rounding can reject there, and then the target's own law is right.
+        law = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, law)
+    return Verdict(accepted, torch.multinomial(law, num_samples=1, generator=generator)[:, 0])
+
+
+def summarize(transcript: Transcript) -> torch.LongTensor | DSparkGenerateOutput:
+    """The return value of `generate`: the text, or the text with the acceptance figures."""
+    config = transcript.request.config
+    if not config.return_dict_in_generate:
+        return transcript.ids
+    histogram = torch.tensor([transcript.histogram])
+    rounds = histogram.sum(dim=1)
+    lengths = torch.arange(1, histogram.shape[1] + 1)
+    return DSparkGenerateOutput(
+        sequences=transcript.ids,
+        scores=tuple(transcript.scores) if config.output_scores else None,
+        logits=tuple(transcript.logits) if config.output_logits else None,
+        acceptance_histogram=histogram,
+        acc_len=(histogram * lengths).sum(dim=1) / rounds,
+        tokens_per_round=torch.where(rounds > 0, (transcript.num_new_tokens - 1) / rounds, torch.nan),
+        num_target_forwards=int(rounds),
+    )
+
+
+def check_pair(draft, target: VerifiableTarget) -> None:
+    """Refuse a draft that was not made for this target, and a target that is not in inference mode."""
+    for name, draft_value, target_name in (
+        ("hidden_size", draft.config.hidden_size, "hidden_size"),
+        ("vocab_size", draft.config.vocab_size, "vocab_size"),
+        ("num_target_layers", draft.config.num_target_layers, "num_hidden_layers"),
+    ):
+        target_value = getattr(target.config, target_name)
+        if draft_value != target_value:
+            raise ValueError(
+                f"The draft was made for another target: its `{name}` is {draft_value}, but `target` "
+                f"({type(target.model).__name__}) has `{target_name}` {target_value}. Load its own draft."
+            )
+    if target.model.training:
+        raise ValueError(
+            "`target` is in training mode (`target.training` is True), where its output is not the one to reproduce. "
+            "Call `target.eval()` first."
+        )
+
+
+class _Preparation(GenerationMixin):
+    """Lends transformers' own preparation of a `generate` call to any target.
+
+    The multimodal Kimi K3 has no GenerationMixin unless an Auto class loaded it, so the target's cannot be relied on.
+    """
+
+    def __init__(self, config, generation_config: GenerationConfig, device: torch.device):
+        self.config = config
+        self.generation_config = copy.deepcopy(generation_config)
+        self.device = device
+
+
+def prepare_request(
+    target: VerifiableTarget,
+    input_ids,
+    generation_config,
+    logits_processor,
+    stopping_criteria,
+    prefix_allowed_tokens_fn,
+    streamer,
+    tokenizer,
+    kwargs,
+) -> Request:
+    """Validate a call of `generate` and prepare its processors and criteria, as transformers' `generate` does."""
+    check_input_ids(input_ids, target.config.vocab_size)
+    model = target.model
+    own_config = getattr(model, "generation_config", None) or GenerationConfig.from_model_config(model.config)
+    preparation = _Preparation(model.config, own_config, target.device)
+    config, inputs = preparation._prepare_generation_config(generation_config, **kwargs)
+    refuse_unsupported_fields(preparation, config)
+    inputs = check_inputs(target, input_ids, config, inputs)
+
+    length = input_ids.shape[1]
+    unset = GenerationConfig()  # an unset `max_length` is 20 on transformers 4.57 and None later on
+    is_default = {
+        name: kwargs.get(name) is None
+        and all(c is None or getattr(c, name) == getattr(unset, name) for c in (generation_config, own_config))
+        for name in ("max_length", "min_length")
+    }
+    preparation._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=target.device)
+    config = preparation._prepare_generated_length(
+        config, is_default["max_length"], is_default["min_length"], "input_ids", length, input_ids
+    )
+    preparation._validate_generated_length(config, length, is_default["max_length"])
+    input_ids = input_ids.to(target.device)
+    processors = preparation._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=length,
+        encoder_input_ids=input_ids,
+        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+        logits_processor=logits_processor or LogitsProcessorList(),
+        device=target.device,
+        model_kwargs={},
+    )
+    criteria = preparation._get_stopping_criteria(config, stopping_criteria or StoppingCriteriaList(), tokenizer)
+    return Request(input_ids, config, processors, criteria, streamer, inputs)
+
+
+def check_input_ids(input_ids, vocab_size: int) -> None:
+    """Refuse anything but one unpadded row of token ids."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        kind = f"{input_ids.dtype} tensor" if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise ValueError(f"`input_ids` must be an int64 tensor of token ids, `[1, prompt]`, but is a {kind}.")
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
+        raise ValueError(
+            f"`input_ids` has shape {list(input_ids.shape)}, but one prompt of at least one token is needed, "
+            "`[1, prompt]`. Batches are not supported yet: call `generate` once per prompt."
+        )
+    low, high = input_ids.min().item(), input_ids.max().item()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"`input_ids` holds ids from {low} to {high}, but the target's vocabulary is 0..{vocab_size - 1}. Encode "
+            "the prompt with the target's own tokenizer."
+        )
+
+
+def refuse_unsupported_fields(preparation: _Preparation, config: GenerationConfig) -> None:
+    """ValueError, by name, for a field of `config` that the loop does not honour and that is not at its default."""
+    blank = _Preparation(preparation.config, GenerationConfig(), preparation.device)
+    defaults, _ = blank._prepare_generation_config(GenerationConfig())
+    for name in GenerationConfig().__dict__:
+        if name.startswith("_") or name in HONOURED_FIELDS | INERT_FIELDS:
+            continue
+        if (getattr(config, name) or None) != (getattr(defaults, name) or None):  # unset is False here and None there
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)!r}, which speculative decoding with a DSpark draft does not "
+                f"support. Leave it at its default ({getattr(defaults, name)!r}), or call the target's own `generate`."
+            )
+
+
+def check_inputs(
+    target: VerifiableTarget, input_ids: torch.Tensor, config: GenerationConfig, inputs: dict
+) -> dict[str, torch.Tensor]:
+    """The arguments that go to the target's forward at prefill; refuses padding and arguments that nothing would
+    read."""
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    mask = inputs.pop("attention_mask", None)
+    if mask is not None and (mask.shape != input_ids.shape or not bool((mask != 0).all())):
+        raise ValueError(
+            f"`attention_mask` {list(mask.shape)} is not all ones over `input_ids` {list(input_ids.shape)}, but "
+            "padding is not supported. Pass the prompt unpadded, with a mask of ones of the same shape or none."
+        )
+    for name in inputs:
+        if name not in PROMPT_INPUTS:
+            raise ValueError(
+                f"`{name}` is not an argument of `generate` here: it is neither a field of GenerationConfig nor one of "
+                f"attention_mask, {', '.join(PROMPT_INPUTS)}. Remove it, or check its spelling."
+            )
+        if name not in inspect.signature(target.model.forward).parameters:
+            raise ValueError(
+                f"`{name}` is given, but the target ({type(target.model).__name__}) takes no such argument. Remove it."
+            )
+    if inputs and config.prefill_chunk_size:
+        raise ValueError(
+            f"`prefill_chunk_size` is {config.prefill_chunk_size}, but a prompt with {', '.join(inputs)} is prefilled "
+            "in one piece. Remove `prefill_chunk_size`."
+        )
+    return {name: value.to(target.device) for name, value in inputs.items()}
+
+
+def _leading_true(flags: torch.Tensor) -> int:
+    """How many of `[1, K]` are true before the first that is not: the round's one wait for the device."""
+    return int(flags.long().cumprod(dim=1).sum())
