@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-
 # The published checkpoint. `DSparkConfig()` without any argument, which transformers calls to learn a class's defaults,
 # is this one; every other configuration states its own values.
 PUBLISHED = {

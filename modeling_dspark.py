@@ -40,8 +40,8 @@ from .generation_dspark import generate
 from .target_kimi_k3 import VerifiableTarget
 
 # Not used in this file. Up to transformers 5.8 a module of a local folder is found only if the entry file imports it.
-from .target_state import TargetState  # noqa: F401
-
+from .request_dspark import Request  # noqa: F401  # isort: skip
+from .target_state import TargetState  # noqa: F401  # isort: skip
 
 # Early checkpoints keep both heads under this name.
 OLD_HEAD_PREFIX = "logit_head."

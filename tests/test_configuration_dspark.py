@@ -6,10 +6,9 @@ import json
 import pytest
 import torch
 from conftest import ROOT
+from dspark.configuration_dspark import DSparkConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
-from dspark.configuration_dspark import DSparkConfig
 
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536}
 SPELLINGS = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 from conftest import follow, make_draft, make_scripted_draft, make_target, plain_greedy
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-
-from dspark.generation_dspark import HONOURED_FIELDS, INERT_FIELDS, accept_greedy, accept_sampled
+from dspark.generation_dspark import accept_greedy, accept_sampled
+from dspark.request_dspark import HONOURED_FIELDS, INERT_FIELDS
 from dspark.target_kimi_k3 import VerifiableTarget, locate_text_model
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 DICT = {"return_dict_in_generate": True}
 

@@ -15,6 +15,7 @@ ROOT_MODULES = {
     "configuration_dspark.py",
     "modeling_dspark.py",
     "generation_dspark.py",
+    "request_dspark.py",
     "target_kimi_k3.py",
     "target_state.py",
 }

@@ -14,10 +14,9 @@ import pytest
 import torch
 import transformers
 from conftest import HAS_NATIVE_KIMI, PLACEHOLDER_ID, TARGET_KINDS, make_target, text_config
+from dspark.target_kimi_k3 import VerifiableTarget, cache_argument, locate_text_model
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-from dspark.target_kimi_k3 import VerifiableTarget, cache_argument, locate_text_model
 
 WIDTH = 8
 ALL_LAYERS = (0, 1, 2, 3, 4)

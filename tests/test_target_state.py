@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import HAS_NATIVE_KIMI, TARGET_KINDS, make_target
-from torch import nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
-
 from dspark import target_state
 from dspark.target_kimi_k3 import VerifiableTarget, cache_argument, locate_text_model
 from dspark.target_state import ReleasedDeltaReplay, TargetState, delta_rule_state, open_store
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 WIDTH = 8
 RECURRENT_KINDS = [kind for kind in TARGET_KINDS if kind != "qwen3"]
