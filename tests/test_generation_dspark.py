@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 import transformers
-from conftest import follow, make_draft, make_scripted_draft, make_target, plain_greedy
+from conftest import TARGET_KINDS, follow, make_draft, make_scripted_draft, make_target, plain_greedy
 from dspark.generation_dspark import accept_greedy, accept_sampled
 from dspark.request_dspark import HONOURED_FIELDS, INERT_FIELDS
 from dspark.target_kimi_k3 import VerifiableTarget, locate_text_model
@@ -214,12 +214,14 @@ def chi_square_p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
     return torch.special.gammaincc(freedom, statistic / 2).item() if freedom > 0 else 1.0
 
 
+WARPERS = [{"temperature": 0.5}, {"temperature": 2.0, "top_k": 3}, {"top_p": 0.7}]
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 3}, {"top_p": 0.7}], ids=str
+    "kind, options", [(kind, {}) for kind in TARGET_KINDS] + [("qwen3", warpers) for warpers in WARPERS], ids=str
 )
-def test_sampling_keeps_the_target_law(options):
+def test_sampling_keeps_the_target_law(kind, options):
     """Chi-square of three tokens on a vocabulary of 6; p < 1e-4 has odds of 1 in 10000 for a right implementation."""
-    kind = "qwen3" if options else "text"
     target = make_target(kind, vocab_size=6, num_hidden_layers=5, pad_token_id=5, bos_token_id=4)
     draft = make_draft(target, mask_token_id=3)
     prompt = torch.tensor([[0, 2, 1]])
@@ -228,7 +230,7 @@ def test_sampling_keeps_the_target_law(options):
     )
     counts = torch.zeros(6, 6, 6)
     settings = {"top_k": 0, **options}
-    for _ in range(500):
+    for _ in range(400):
         text = draft.generate(prompt, target=target, max_new_tokens=3, do_sample=True, **settings)
         counts[tuple(text[0, 3:])] += 1
     assert chi_square_p_value(counts, law) > 1e-4
