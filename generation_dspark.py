@@ -216,10 +216,10 @@ def process_rows(
     logits: torch.Tensor, ids: torch.Tensor, draft_tokens: torch.Tensor, processors: LogitsProcessorList
 ) -> torch.Tensor:
     """Target logits `[B, n + 1, V]` after the processors, float32; row k sees the text and the first k drafts."""
-    rows = []
-    for k, row in enumerate(logits.unbind(1)):
-        rows.append(processors(torch.cat([ids, draft_tokens[:, :k]], dim=1), row.to(dtype=torch.float32, copy=True)))
-    return torch.stack(rows, dim=1)
+    # Processors may write into what they are given, and the logits stay as the target made them.
+    rows = logits.to(ids.device, torch.float32, copy=True).unbind(1)
+    seen = [torch.cat([ids, draft_tokens[:, :k]], dim=1) for k in range(len(rows))]
+    return torch.stack([processors(text, row) for text, row in zip(seen, rows, strict=True)], dim=1)
 
 
 def accept(
