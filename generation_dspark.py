@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from .request_dspark import Request, check_pair, prepare_request
+from .request_dspark import Request, check_given, check_pair, prepare_request
 from .target_kimi_k3 import VerifiableTarget
 
 
@@ -81,14 +81,15 @@ class Transcript:
 @torch.no_grad()
 def generate(
     draft,
-    input_ids: torch.LongTensor,
-    target,
+    input_ids: torch.LongTensor | None = None,
+    target=None,
     generation_config: GenerationConfig | None = None,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     prefix_allowed_tokens_fn: Callable | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer=None,
+    inputs: torch.LongTensor | None = None,
     **kwargs,
 ) -> torch.LongTensor | DSparkGenerateOutput:
     """Continue a prompt with the target's own output, drafted by `draft` (DSpark, arXiv 2607.05147).
@@ -99,9 +100,12 @@ def generate(
     Args:
         draft: a `DSparkDraftModel`.
         input_ids: the prompt, `[1, prompt]` int64, unpadded.
-        target: the loaded target model, as `AutoModelForCausalLM` returns it. Left as it was, also after an error.
+        target: the loaded target model, as `AutoModelForCausalLM` returns it. Left as it was, also after an error. It
+            must not run another `generate` meanwhile.
         generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, tokenizer: as in
-            transformers' `generate`. A processor must depend on its arguments alone: it sees draft tokens.
+            transformers' `generate`. A processor must depend on its arguments alone: it is also asked about draft
+            tokens that are then rejected, and about text behind a stop string or a custom criterion's stop.
+        inputs: another name of `input_ids`, the one that transformers' `generate` gives its first argument.
         kwargs: fields of `GenerationConfig`, `attention_mask`, and `pixel_values` and `grid_thws` of an image prompt.
 
     Returns:
@@ -109,13 +113,15 @@ def generate(
 
     Raises:
         ValueError: before any token is made, for an argument that is wrong or not supported, naming it, and for a
-            target whose state cannot be rolled back.
+            target whose state cannot be rolled back; in the first round, before its tokens, for a recurrent layer that
+            looks like one we know but works otherwise.
     """
+    check_given(input_ids, inputs, target)
     verifiable = VerifiableTarget(target, draft.config.target_layer_ids)
     check_pair(draft, verifiable)
     request = prepare_request(
         verifiable,
-        input_ids,
+        input_ids if inputs is None else inputs,
         generation_config,
         logits_processor,
         stopping_criteria,
@@ -133,12 +139,11 @@ def decode(draft, target: VerifiableTarget, request: Request) -> Transcript:
     """The loop: reads like the paper's figure of one round, once per round, until a stop."""
     cache = draft.new_cache()
     transcript = Transcript(request, request.input_ids, histogram=[0] * (draft.config.block_size + 1))
+    logits = prefill(draft, target, cache, request)
     if request.streamer is not None:
         request.streamer.put(request.input_ids.cpu())
-
-    logits = prefill(draft, target, cache, request)
     first_token, scores = choose_token(logits, request)
-    emit(transcript, first_token, scores, logits, kept=count_until_stop(transcript, first_token))
+    emit(transcript, first_token, scores, logits, kept=count_until_stop(transcript, first_token, scores))
 
     context_lead = cache.length - transcript.ids.shape[1]  # -1, or more with an image: its placeholder stands for many
     while not transcript.finished:
@@ -153,7 +158,7 @@ def decode(draft, target: VerifiableTarget, request: Request) -> Transcript:
         transcript.histogram[verdict.accepted] += 1
 
         tokens = torch.cat([draft_tokens[:, : verdict.accepted], verdict.next_token[:, None]], dim=1)
-        kept = count_until_stop(transcript, tokens)
+        kept = count_until_stop(transcript, tokens, scores)
         commit(draft, target, cache, output.features, kept)
         emit(transcript, tokens, scores, output.logits, kept)
 
@@ -183,10 +188,16 @@ def add_context(draft, cache, features: torch.Tensor) -> None:
     draft.write_context(features, positions.expand(features.shape[0], -1), cache)
 
 
-def count_until_stop(transcript: Transcript, tokens: torch.Tensor) -> int:
-    """How many of the round's `tokens` `[B, n]` are kept: all, or up to the first stopping event, inclusive."""
+def count_until_stop(transcript: Transcript, tokens: torch.Tensor, scores: torch.Tensor) -> int:
+    """How many of the round's `tokens` `[B, n]` are kept: all, or up to the first stopping event, inclusive.
+
+    Criteria get the `scores` `[B, n, V]` of the new tokens so far when scores are asked for, as in transformers.
+    """
+    request = transcript.request
     for count in range(1, tokens.shape[1] + 1):
-        if bool(transcript.request.criteria(torch.cat([transcript.ids, tokens[:, :count]], dim=1), None).all()):
+        text = torch.cat([transcript.ids, tokens[:, :count]], dim=1)
+        so_far = (*transcript.scores, *scores[:, :count].unbind(1)) if request.config.output_scores else None
+        if bool(request.criteria(text, so_far).all()):
             transcript.finished = True
             return count
     return tokens.shape[1]
@@ -246,7 +257,6 @@ def accept_sampled(
     target_probs: torch.Tensor,
     draft_tokens: torch.Tensor,
     draft_probs: torch.Tensor,
-    generator: torch.Generator | None = None,
 ) -> Verdict:
     """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1), lossless for any law of the drafts.
 
@@ -259,14 +269,14 @@ def accept_sampled(
     """
     token_index = draft_tokens[..., None]
     ratio = target_probs[:, :-1].gather(-1, token_index) / draft_probs.gather(-1, token_index)
-    uniform = torch.rand(draft_tokens.shape, generator=generator, device=draft_tokens.device)
+    uniform = torch.rand(draft_tokens.shape, device=draft_tokens.device)
     accepted = _leading_true(uniform < ratio[..., 0])  # 0 / 0 is nan, which compares as a rejection
     law = target_probs[:, accepted]
     if accepted < draft_tokens.shape[1]:
         residual = (law - draft_probs[:, accepted]).clamp_min(0.0)
         # Equal laws leave no residual; only rounding can reject there, and then the target's own law is right.
         law = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, law)
-    return Verdict(accepted, torch.multinomial(law, num_samples=1, generator=generator)[:, 0])
+    return Verdict(accepted, torch.multinomial(law, num_samples=1)[:, 0])
 
 
 def summarize(transcript: Transcript) -> torch.LongTensor | DSparkGenerateOutput:
@@ -289,5 +299,5 @@ def summarize(transcript: Transcript) -> torch.LongTensor | DSparkGenerateOutput
 
 
 def _leading_true(flags: torch.Tensor) -> int:
-    """How many of `[1, K]` are true before the first that is not: the round's one wait for the device."""
+    """How many of `[1, K]` are true before the first that is not."""
     return int(flags.long().cumprod(dim=1).sum())

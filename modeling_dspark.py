@@ -374,7 +374,6 @@ class DSparkDraftModel(PreTrainedModel):
         prefix_ids: torch.Tensor | None = None,
         logits_processor: Callable | None = None,
         do_sample: bool = False,
-        generator: torch.Generator | None = None,
     ) -> DraftBlock:
         """Propose the K tokens after the anchor.
 
@@ -384,9 +383,9 @@ class DSparkDraftModel(PreTrainedModel):
             target: lends its input embedding and output head.
             prefix_ids: `[B, L]` the committed text, anchor included, as the processors are to see it. Step k sees it
                 with the k tokens drafted before appended. Needed with `logits_processor`.
-            logits_processor: a `LogitsProcessorList`, applied in float32 to the Markov-corrected logits of each step.
+            logits_processor: applied in float32, on the device of `prefix_ids`, to the Markov-corrected logits of each
+                step, as a `LogitsProcessorList` is.
             do_sample: draw from the softmax of the processed scores instead of taking their argmax.
-            generator: source of the draws, on the draft's device.
 
         Raises:
             ValueError: shapes that do not fit the cache or each other; a processor without `prefix_ids`; a target of
@@ -395,12 +394,11 @@ class DSparkDraftModel(PreTrainedModel):
         check_draft_inputs(anchor_ids, cache, prefix_ids, logits_processor)
         target = VerifiableTarget.wrap(target)
         anchor_ids = anchor_ids.to(self.device)
-        prefix_ids = None if prefix_ids is None else prefix_ids.to(self.device)
         hidden = self._block_hidden(anchor_ids, cache, target)
         base_logits = target.head(hidden).to(self.device, torch.float32)
         check_lent("output head", base_logits, "vocab_size", self.config.vocab_size)
         tokens, logits, scores = self._draw_left_to_right(
-            base_logits, hidden, anchor_ids, prefix_ids, logits_processor, do_sample, generator
+            base_logits, hidden, anchor_ids, prefix_ids, logits_processor, do_sample
         )
         confidence = self.confidence_logits(hidden, torch.cat([anchor_ids[:, None], tokens[:, :-1]], dim=1))
         return DraftBlock(tokens, logits, scores, hidden, confidence)
@@ -416,7 +414,7 @@ class DSparkDraftModel(PreTrainedModel):
             hidden = torch.cat([hidden, self.markov_head.markov_w1(prev_ids)], dim=-1)
         return self.confidence_head(hidden)
 
-    def generate(self, input_ids: torch.Tensor, target: nn.Module, **kwargs):
+    def generate(self, input_ids: torch.Tensor | None = None, target: nn.Module | None = None, **kwargs):
         """Generate with `target`, token for token what it generates alone: see `generate` in `generation_dspark`."""
         return generate(self, input_ids, target, **kwargs)
 
@@ -435,7 +433,6 @@ class DSparkDraftModel(PreTrainedModel):
         text: torch.Tensor | None,
         logits_processor: Callable | None,
         do_sample: bool,
-        generator: torch.Generator | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draw the K tokens one by one from the head's float32 logits `[B, K, V]`; return tokens, logits and scores."""
         rows, previous, state = [], anchor_ids, None
@@ -445,9 +442,11 @@ class DSparkDraftModel(PreTrainedModel):
                 bias, state = self.markov_head.step(previous, hidden[:, k], state)
                 logits = logits + bias.float()
             # Processors may write into what they are given, and `logits` are kept as they are.
-            scores = logits_processor(text, logits.clone()) if logits_processor else logits
-            previous = pick_token(scores, do_sample, generator)
-            text = None if text is None else torch.cat([text, previous[:, None]], dim=1)
+            scores = logits
+            if logits_processor:
+                scores = logits_processor(text, logits.to(text.device, copy=True)).to(self.device)
+            previous = pick_token(scores, do_sample)
+            text = None if text is None else torch.cat([text, previous[:, None].to(text.device)], dim=1)
             rows.append((previous, logits, scores))
         tokens, logits, scores = (torch.stack(column, dim=1) for column in zip(*rows))
         return tokens, logits, scores
@@ -484,11 +483,11 @@ def rotate(inputs: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> t
     return inputs * cos + rotate_half(inputs) * sin
 
 
-def pick_token(scores: torch.Tensor, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
+def pick_token(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
     """One token `[B]` per row of `[B, V]` scores: the argmax, or a draw from their softmax."""
     if not do_sample:
         return scores.argmax(dim=-1)
-    return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[:, 0]
+    return torch.multinomial(scores.softmax(dim=-1), 1)[:, 0]
 
 
 def check_draft_inputs(

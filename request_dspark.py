@@ -8,6 +8,7 @@ is in this file.
 import copy
 import inspect
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -37,10 +38,32 @@ class Request:
 
     input_ids: torch.Tensor
     config: GenerationConfig
-    processors: LogitsProcessorList
+    processors: "ReachableText | LogitsProcessorList"
     criteria: StoppingCriteriaList
     streamer: BaseStreamer | None
     inputs: dict[str, torch.Tensor]
+
+
+class ReachableText:
+    """The processors, asked only about text that the target alone could come to.
+
+    A block goes on behind an end of text and beyond the budget, where a constraint may have nothing left to allow. The
+    rows there are cut anyway, so their scores stay as they are.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, prompt_length: int, config: GenerationConfig):
+        self.processors = processors
+        self.prompt_length = prompt_length
+        self.max_length = config.max_length
+        self.end_ids = config._eos_token_tensor
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[B, V]` of the token after `input_ids` `[B, c]`, as a `LogitsProcessorList` gives them."""
+        if input_ids.shape[1] >= self.max_length:
+            return scores
+        if self.end_ids is not None and bool(torch.isin(input_ids[:, self.prompt_length :], self.end_ids).any()):
+            return scores
+        return self.processors(input_ids, scores)
 
 
 class _Preparation(GenerationMixin):
@@ -68,11 +91,13 @@ def prepare_request(
 ) -> Request:
     """Validate a call of `generate` and prepare its processors and criteria, as transformers' `generate` does."""
     check_input_ids(input_ids, target.config.vocab_size)
+    check_helpers(generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer)
     model = target.model
     own_config = getattr(model, "generation_config", None) or GenerationConfig.from_model_config(model.config)
     preparation = _Preparation(model.config, own_config, target.device)
     config, inputs = preparation._prepare_generation_config(generation_config, **kwargs)
     refuse_unsupported_fields(preparation, config)
+    check_fields(config, target.config.vocab_size)
     inputs = check_inputs(target, input_ids, config, inputs)
 
     length = input_ids.shape[1]
@@ -98,7 +123,23 @@ def prepare_request(
         model_kwargs={},
     )
     criteria = preparation._get_stopping_criteria(config, stopping_criteria or StoppingCriteriaList(), tokenizer)
+    if processors:
+        processors = ReachableText(processors, length, config)
     return Request(input_ids, config, processors, criteria, streamer, inputs)
+
+
+def check_given(input_ids, inputs, target) -> None:
+    """Refuse a call without a target, and one with no prompt or with two."""
+    if target is None:
+        raise ValueError(
+            "`target` is not given, but the draft only proposes: pass the loaded target model, as in "
+            "`draft.generate(**inputs, target=target)`."
+        )
+    if (input_ids is None) == (inputs is None):
+        raise ValueError(
+            f"{'Neither' if inputs is None else 'Both'} of `input_ids` and `inputs` given, and each is the prompt. "
+            "Pass one of them."
+        )
 
 
 def check_pair(draft, target: VerifiableTarget) -> None:
@@ -125,7 +166,7 @@ def check_input_ids(input_ids, vocab_size: int) -> None:
     """Refuse anything but one unpadded row of token ids."""
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
         kind = f"{input_ids.dtype} tensor" if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-        raise ValueError(f"`input_ids` must be an int64 tensor of token ids, `[1, prompt]`, but is a {kind}.")
+        raise ValueError(f"`input_ids` must be an int64 or int32 tensor of token ids, `[1, prompt]`, but is a {kind}.")
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise ValueError(
             f"`input_ids` has shape {list(input_ids.shape)}, but one prompt of at least one token is needed, "
@@ -137,6 +178,47 @@ def check_input_ids(input_ids, vocab_size: int) -> None:
             f"`input_ids` holds ids from {low} to {high}, but the target's vocabulary is 0..{vocab_size - 1}. Encode "
             "the prompt with the target's own tokenizer."
         )
+
+
+def check_helpers(generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer) -> None:
+    """Refuse helpers of the wrong kind before the target runs, and not when they are first called."""
+    if not isinstance(generation_config, (GenerationConfig, type(None))):
+        raise ValueError(
+            f"`generation_config` is a {type(generation_config).__name__}, expected a GenerationConfig. Make one of a "
+            "dictionary with GenerationConfig(**fields)."
+        )
+    for name, helpers in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
+        if helpers is not None and not (isinstance(helpers, list) and all(map(callable, helpers))):
+            raise ValueError(
+                f"`{name}` is a {type(helpers).__name__}, expected a list of callables such as "
+                f"{'LogitsProcessorList' if name == 'logits_processor' else 'StoppingCriteriaList'}. Put it into one."
+            )
+    if prefix_allowed_tokens_fn is not None and not callable(prefix_allowed_tokens_fn):
+        raise ValueError(
+            f"`prefix_allowed_tokens_fn` is a {type(prefix_allowed_tokens_fn).__name__}, expected a function of the "
+            "row's number and its text that lists the allowed ids."
+        )
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ValueError(
+            f"`streamer` is a {type(streamer).__name__}, expected an object with `put` and `end`, such as "
+            "transformers' TextStreamer."
+        )
+
+
+def check_fields(config: GenerationConfig, vocab_size: int) -> None:
+    """Refuse counts that are no integers, and token ids outside the vocabulary: both would fail in the middle."""
+    for name in ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "prefill_chunk_size"):
+        value = getattr(config, name)
+        if value is not None and (
+            not isinstance(value, Integral) or value < (1 if name == "prefill_chunk_size" else 0)
+        ):
+            raise ValueError(f"`{name}` is {value!r}, expected a positive integer. Correct it, or leave it out.")
+    for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
+        value = getattr(config, name)
+        ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"`{name}` is {value!r}, but the vocabulary is 0..{vocab_size - 1}. Correct the id.")
 
 
 def refuse_unsupported_fields(preparation: _Preparation, config: GenerationConfig) -> None:
@@ -158,7 +240,10 @@ def check_inputs(
 ) -> dict[str, torch.Tensor]:
     """The arguments that go to the target's forward at prefill; refuses padding and arguments that nothing would
     read."""
-    inputs = {name: value for name, value in inputs.items() if value is not None}
+    inputs = {name: value for name, value in inputs.items() if value is not None and value is not False}
+    for name in ("attention_mask", *PROMPT_INPUTS):
+        if name in inputs and not isinstance(inputs[name], torch.Tensor):
+            raise ValueError(f"`{name}` is a {type(inputs[name]).__name__}, expected a tensor. Convert it first.")
     mask = inputs.pop("attention_mask", None)
     if mask is not None and (mask.shape != input_ids.shape or not bool((mask != 0).all())):
         raise ValueError(
@@ -168,13 +253,17 @@ def check_inputs(
     for name in inputs:
         if name not in PROMPT_INPUTS:
             raise ValueError(
-                f"`{name}` is not an argument of `generate` here: it is neither a field of GenerationConfig nor one of "
-                f"attention_mask, {', '.join(PROMPT_INPUTS)}. Remove it, or check its spelling."
+                f"`{name}` is not supported here: beside the fields of GenerationConfig, `generate` takes "
+                f"attention_mask, {', '.join(PROMPT_INPUTS)} and what its docstring names. Remove it, or check its "
+                "spelling. A further turn starts from the whole text."
             )
         if name not in inspect.signature(target.model.forward).parameters:
             raise ValueError(
                 f"`{name}` is given, but the target ({type(target.model).__name__}) takes no such argument. Remove it."
             )
+    missing = [name for name in PROMPT_INPUTS if name not in inputs]
+    if inputs and missing:
+        raise ValueError(f"`{', '.join(inputs)}` is given without `{', '.join(missing)}`. Pass both, or neither.")
     if inputs and config.prefill_chunk_size:
         raise ValueError(
             f"`prefill_chunk_size` is {config.prefill_chunk_size}, but a prompt with {', '.join(inputs)} is prefilled "

@@ -15,6 +15,7 @@ Shapes: B batch (1), P prompt positions, W verify width, T taps, H hidden, V voc
 """
 
 import inspect
+import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -226,7 +227,11 @@ def cache_argument(model: nn.Module) -> str:
 def _hook_before(hooks: ExitStack, module: nn.Module, see) -> None:
     """Until `hooks` closes, `see` gets the input of each forward of `module`; what it returns, if any, replaces it."""
 
+    owner = threading.get_ident()
+
     def hook(module, args, kwargs):
+        if threading.get_ident() != owner:  # others may run the model in their threads
+            return None
         replacement = see(args[0] if args else next(iter(kwargs.values())))
         return None if replacement is None else ((replacement,), {})
 

@@ -11,6 +11,7 @@ is replayed (`ReleasedDeltaReplay`, `NativeDeltaReplay`, `LayerReplay`), and the
 Shapes: B batch, W verify width, N kept tokens, H heads, K key and V value channels of a head, D = H * K, L conv window.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -420,7 +421,12 @@ def _hidden_states(output) -> torch.Tensor:
 
 
 def _add_hook(hooks: ExitStack, module: nn.Module, hook) -> None:
-    hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+    owner = threading.get_ident()
+
+    def own_forward(*arguments):
+        return hook(*arguments) if threading.get_ident() == owner else None  # others may run the model in their threads
+
+    hooks.callback(module.register_forward_hook(own_forward, with_kwargs=True).remove)
 
 
 def _agree(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:

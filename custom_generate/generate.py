@@ -16,5 +16,4 @@ def generate(model, draft_model=None, inputs=None, input_ids=None, **kwargs):
             f"`draft_model` is {type(draft_model).__name__}, but a DSparkDraftModel is needed: load it with "
             "AutoModel.from_pretrained(<draft repository>, trust_remote_code=True) and pass it as `draft_model=`."
         )
-    prompt = input_ids if inputs is None else inputs
-    return draft_model.generate(prompt, target=model, **kwargs)
+    return draft_model.generate(input_ids, target=model, inputs=inputs, **kwargs)

@@ -35,13 +35,19 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--temperature is {arguments.temperature}, expected 0 (greedy) or more")
     if arguments.max_new_tokens < 1:
         parser.error(f"--max-new-tokens is {arguments.max_new_tokens}, expected at least 1")
-    if arguments.target != TINY_TARGET and arguments.draft is None:
+    if not is_tiny(arguments.target) and arguments.draft is None:
         parser.error("--target is given without --draft: a draft belongs to its target, name both")
     if arguments.prompt == "":
         parser.error("--prompt is empty, expected at least one character")
     if arguments.prompt_file is not None and not arguments.prompt_file.is_file():
         parser.error(f"--prompt-file {arguments.prompt_file} is not a file")
+    if arguments.prompt_file is not None and arguments.prompt_file.stat().st_size == 0:
+        parser.error(f"--prompt-file {arguments.prompt_file} is empty, expected at least one character")
     return arguments
+
+
+def is_tiny(target: str | Path) -> bool:
+    return Path(target).resolve() == TINY_TARGET
 
 
 def main() -> None:
@@ -70,7 +76,7 @@ def main() -> None:
         f"\n{figures['new_tokens']} tokens in {figures['rounds']} rounds, acc_len {output.acc_len.item():.2f}, "
         f"{figures['tokens_per_second']:.1f} tokens/s (prefill included)"
     )
-    if arguments.target == TINY_TARGET and not arguments.temperature:
+    if is_tiny(arguments.target) and not arguments.temperature:
         figures["same_as_target_alone"] = compare(target, input_ids, output.sequences)
     if arguments.json:
         figures["text"] = tokenizer.decode(output.sequences[0, input_ids.shape[1] :], skip_special_tokens=True)

@@ -32,6 +32,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from common import plain_greedy  # noqa: E402, F401  (tests import it from here)
 
+# The models are tiny: a second thread costs more in waiting than it computes, above all on a busy machine.
+torch.set_num_threads(1)
+
 HAS_NATIVE_KIMI = hasattr(transformers, "KimiLinearForCausalLM")
 TARGET_KINDS = ["text", "wrapper", "qwen3"] + (
     ["native"] if HAS_NATIVE_KIMI else []

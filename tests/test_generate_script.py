@@ -45,7 +45,8 @@ def test_sampling_repeats_with_its_seed_and_reads_a_prompt_file(tmp_path, monkey
 
 def test_a_run_without_rounds_has_no_acceptance_length(tmp_path, monkeypatch):
     out = tmp_path / "figures.json"
-    run_main(monkeypatch, "--max-new-tokens", "1", "--json", str(out))
+    tiny = ROOT / "examples" / "tiny-kimi-k3"
+    run_main(monkeypatch, "--target", str(tiny), "--max-new-tokens", "1", "--json", str(out))
     figures = json.loads(out.read_text("utf-8"))
     assert figures["rounds"] == 0 and figures["acc_len"] is None and figures["tokens_per_round"] is None
 
@@ -59,6 +60,7 @@ def test_a_run_without_rounds_has_no_acceptance_length(tmp_path, monkeypatch):
         (("--prompt-file", "/nowhere/prompt.txt"), "--prompt-file /nowhere/prompt.txt is not a file"),
         (("--prompt", "a", "--prompt-file", "b"), "not allowed with"),
         (("--prompt", ""), "--prompt is empty"),
+        (("--prompt-file", "/dev/null"), "--prompt-file /dev/null is not a file"),
     ],
 )
 def test_bad_arguments_end_with_a_message(arguments, message, monkeypatch, capsys):

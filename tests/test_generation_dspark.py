@@ -2,6 +2,7 @@
 refusals."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -362,6 +363,46 @@ def test_budgets_cut_inside_a_block(budget):
     assert torch.equal(by_new, text[:, : 6 + budget]) and torch.equal(by_length, by_new)
 
 
+@pytest.mark.parametrize("kind", ["text", "qwen3"])
+def test_processors_are_asked_about_reachable_text_only(kind):
+    """A constraint that has nothing to allow behind its end or its budget, where a block of seven drafts goes on."""
+    target, prompt = make_target(kind), random_prompt(3)
+    draft = make_draft(target)
+    words = [[1, 2, 3, 5], [1, 4, 5]]  # 5 ends the text
+
+    def next_of_words(row, ids):
+        done = ids[3:].tolist()
+        return [word[len(done)] for word in words if word[: len(done)] == done and len(word) > len(done)]
+
+    common = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 5}
+    output = draft.generate(prompt, target=target, prefix_allowed_tokens_fn=next_of_words, **common)
+    assert output[0, 3:].tolist() in words
+    plan = [1, 2, 3, 4]
+    common = {"max_new_tokens": 4, "do_sample": False}
+    output = draft.generate(
+        prompt, target=target, prefix_allowed_tokens_fn=lambda _, ids: [plan[len(ids) - 3]], **common
+    )
+    assert output[0, 3:].tolist() == plan
+    common = {"max_new_tokens": 8, "do_sample": True, "no_repeat_ngram_size": 1}
+    output = draft.generate(prompt[:, :1], target=target, **common)
+    assert len(set(output[0].tolist())) == 9
+
+
+def test_stopping_criterion_gets_the_scores_when_they_are_asked_for():
+    target, prompt = make_target("qwen3"), random_prompt(6)
+    draft = make_draft(target)
+
+    class Confident(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            assert len(scores) == input_ids.shape[1] - 6
+            return (scores[-1].softmax(dim=-1).amax(dim=-1) > 0.9) & (input_ids.shape[1] > 9)
+
+    common = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    common["stopping_criteria"] = StoppingCriteriaList([Confident()])
+    expected = target.generate(prompt, **common)
+    assert torch.equal(draft.generate(prompt, target=target, **common).sequences, expected.sequences)
+
+
 def test_custom_stopping_criterion_sees_every_token():
     target, prompt = make_target("text"), random_prompt(6)
     text = plain_greedy(target, prompt, 30)
@@ -499,6 +540,19 @@ def test_every_field_of_generation_config_is_honoured_inert_or_refused():
         ("temperature", {"do_sample": True, "temperature": -1.0}),
         ("pixel_values.*Qwen3ForCausalLM", {"pixel_values": torch.ones(1)}),
         ("tokenizer", {"stop_strings": ["x"]}),
+        ("inputs.*input_ids|input_ids.*inputs", {"inputs": torch.tensor([[1, 2]])}),
+        ("attention_mask.*list", {"attention_mask": [[1, 1, 1, 1]]}),
+        ("generation_config.*dict", {"generation_config": {"max_new_tokens": 3}}),
+        ("streamer.*bool", {"streamer": True}),
+        ("logits_processor.*Repetition", {"logits_processor": transformers.RepetitionPenaltyLogitsProcessor(2.0)}),
+        ("logits_processor.*list", {"logits_processor": [3]}),
+        ("stopping_criteria.*MaxTime", {"stopping_criteria": transformers.MaxTimeCriteria(3.0)}),
+        ("prefix_allowed_tokens_fn.*list", {"prefix_allowed_tokens_fn": [1]}),
+        ("max_new_tokens.*5.5", {"max_new_tokens": 5.5}),
+        ("prefill_chunk_size.*-1", {"prefill_chunk_size": -1}),
+        ("prefill_chunk_size.*0", {"prefill_chunk_size": 0}),
+        ("forced_eos_token_id.*99", {"forced_eos_token_id": 99}),
+        ("suppress_tokens.*99", {"suppress_tokens": [1, 99]}),
     ],
 )
 def test_bad_arguments_are_refused_by_name(message, arguments):
@@ -508,6 +562,41 @@ def test_bad_arguments_are_refused_by_name(message, arguments):
 def test_images_are_prefilled_in_one_piece():
     images = {"pixel_values": torch.ones(4, 3, 14, 14), "grid_thws": torch.tensor([[1, 2, 2]])}
     refused("prefill_chunk_size.*pixel_values", target=make_target("wrapper"), prefill_chunk_size=2, **images)
+
+
+def test_image_arguments_come_together():
+    wrapper = make_target("wrapper")
+    refused("grid_thws.*without.*pixel_values", target=wrapper, grid_thws=torch.tensor([[1, 2, 2]]))
+    refused("pixel_values.*without.*grid_thws", target=make_target("wrapper"), pixel_values=torch.ones(4, 3, 14, 14))
+    refused("pixel_values.*list", target=make_target("wrapper"), pixel_values=[1])
+
+
+def test_a_call_without_target_or_prompt_is_refused():
+    draft = make_draft(make_target("qwen3"))
+    with pytest.raises(ValueError, match="`target` is not given"):
+        draft.generate(random_prompt(3))
+    with pytest.raises(ValueError, match="Neither of `input_ids` and `inputs`"):
+        draft.generate(target=make_target("qwen3"))
+    target, prompt = make_target("qwen3"), random_prompt(3)
+    by_other_name = draft.generate(inputs=prompt, target=target, max_new_tokens=5, do_sample=False)
+    assert torch.equal(by_other_name, plain_greedy(target, prompt, 5))
+
+
+def test_a_forward_in_another_thread_changes_nothing(kind):
+    """Hooks belong to the thread that generates: what others run on the model in between is not caught."""
+    target, prompt = make_target(kind), random_prompt(5)
+    expected = plain_greedy(target, prompt, 40)
+    draft = make_draft(target)
+    generating, backbone = threading.get_ident(), locate_text_model(target)[0]
+
+    def run_elsewhere(*_):
+        if threading.get_ident() == generating:
+            other = threading.Thread(target=lambda: backbone(input_ids=random_prompt(8), use_cache=False))
+            other.start()
+            other.join()
+
+    backbone.norm.register_forward_pre_hook(run_elsewhere)
+    assert torch.equal(draft.generate(prompt, target=target, max_new_tokens=40, do_sample=False), expected)
 
 
 def test_targets_that_do_not_fit_are_refused():
