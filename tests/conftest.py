@@ -132,6 +132,34 @@ def kind(request):
     return request.param
 
 
+def tensors_of(cache) -> dict[str, torch.Tensor]:
+    """Every tensor a cache holds, by name, read without the package's help."""
+    held = {}
+    if hasattr(cache, "layers"):
+        for i, layer in enumerate(cache.layers):
+            fields = {name: getattr(layer, name, None) for name in ("keys", "values")}
+            for name in ("conv_states", "recurrent_states"):
+                fields |= {f"{name}.{j}": state for j, state in getattr(layer, name, {}).items()}
+            held |= {f"{i}.{name}": tensor for name, tensor in fields.items() if tensor is not None}
+        return held
+    for name in ("conv_states", "recurrent_states", "key_cache", "value_cache"):
+        for i, entry in enumerate(getattr(cache, name)):
+            parts = entry if isinstance(entry, (tuple, list)) else [entry]
+            held |= {f"{i}.{name}.{j}": part for j, part in enumerate(parts) if part is not None}
+    return held
+
+
+def random_ids(length: int) -> torch.Tensor:
+    """A prompt `[1, length]` of ids that every small target knows and none takes for a special token."""
+    return torch.randint(0, 7, (1, length))
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def one_seed():
     torch.manual_seed(0)

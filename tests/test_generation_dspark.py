@@ -7,17 +7,22 @@ import threading
 import pytest
 import torch
 import transformers
-from conftest import TARGET_KINDS, follow, make_draft, make_scripted_draft, make_target, plain_greedy
+from conftest import (
+    TARGET_KINDS,
+    follow,
+    make_draft,
+    make_scripted_draft,
+    make_target,
+    plain_greedy,
+    random_ids,
+    tensors_of,
+)
 from dspark.generation_dspark import accept_greedy, accept_sampled
 from dspark.request_dspark import HONOURED_FIELDS, INERT_FIELDS
 from dspark.target_kimi_k3 import VerifiableTarget, locate_text_model
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 DICT = {"return_dict_in_generate": True}
-
-
-def random_prompt(length: int) -> torch.Tensor:
-    return torch.randint(0, 7, (1, length))
 
 
 def adversary(text):
@@ -48,7 +53,7 @@ def test_greedy_equals_plain_decoding_on_200_prompts(kind):
     histogram = torch.zeros(8, dtype=torch.long)
     lengths = [1, 2, 3, 4, 5, 300] + [choose.randint(1, 300) for _ in range(194)]
     for number, length in enumerate(lengths):
-        prompt = random_prompt(length)
+        prompt = random_ids(length)
         expected = plain_greedy(target, prompt, 10)
         if number % 2:
             draft_here = make_scripted_draft(target, follow(expected, lambda: choose.randint(0, 7)))
@@ -61,7 +66,7 @@ def test_greedy_equals_plain_decoding_on_200_prompts(kind):
 
 
 def test_oracle_draft_is_accepted_whole_every_round(kind):
-    target, prompt = make_target(kind), random_prompt(9)
+    target, prompt = make_target(kind), random_ids(9)
     text = plain_greedy(target, prompt, 60)
     draft = make_scripted_draft(target, follow(text))
     output = draft.generate(prompt, target=target, max_new_tokens=49, do_sample=False, **DICT)
@@ -75,7 +80,7 @@ def test_oracle_draft_is_accepted_whole_every_round(kind):
 
 
 def test_adversary_draft_is_never_accepted_and_scores_exactly_one(kind):
-    target, prompt = make_target(kind), random_prompt(9)
+    target, prompt = make_target(kind), random_ids(9)
     text = plain_greedy(target, prompt, 30)
     draft = make_scripted_draft(target, adversary(text))
     output = draft.generate(prompt, target=target, max_new_tokens=20, do_sample=False, **DICT)
@@ -85,7 +90,7 @@ def test_adversary_draft_is_never_accepted_and_scores_exactly_one(kind):
 
 
 def test_one_forward_of_width_eight_a_round(kind):
-    target, prompt = make_target(kind), random_prompt(21)
+    target, prompt = make_target(kind), random_ids(21)
     draft = make_draft(target)
     forwards = Forwards(target)
     output = draft.generate(prompt, target=target, max_new_tokens=20, do_sample=False, **DICT)
@@ -95,7 +100,7 @@ def test_one_forward_of_width_eight_a_round(kind):
 
 def test_state_after_every_round_equals_a_fresh_prefill(kind):
     """The target's state, tensor by tensor, and the draft's context, after rounds of every acceptance length."""
-    target, prompt = make_target(kind), random_prompt(11)
+    target, prompt = make_target(kind), random_ids(11)
     places = random.Random(1)
     text = plain_greedy(target, prompt, 70)
     draft = make_scripted_draft(target, follow(text, lambda: places.randint(0, 7)))
@@ -107,10 +112,7 @@ def test_state_after_every_round_equals_a_fresh_prefill(kind):
         expected_cache = draft.new_cache()
         draft.write_context(features, torch.arange(committed.shape[1])[None], expected_cache)
         assert cache.length == verifiable.length == committed.shape[1]
-        mine, theirs = verifiable.state.store, fresh.state.store
-        assert mine.attention_lengths() == theirs.attention_lengths()
-        for mine_tensor, their_tensor in zip(tensors_of(mine), tensors_of(theirs), strict=True):
-            torch.testing.assert_close(mine_tensor, their_tensor, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(tensors_of(verifiable.cache), tensors_of(fresh.cache), atol=1e-4, rtol=1e-4)
         for layer in range(len(cache.keys)):
             for held, expected in ((cache.keys, expected_cache.keys), (cache.values, expected_cache.values)):
                 held, expected = (buffers[layer][:, :, : cache.length] for buffers in (held, expected))
@@ -122,21 +124,8 @@ def test_state_after_every_round_equals_a_fresh_prefill(kind):
     assert len(draft.prefixes) == output.num_target_forwards > 8
 
 
-def tensors_of(store) -> list[torch.Tensor]:
-    """Every tensor of a target's cache: keys and values, conv windows, recurrent states."""
-    tensors = []
-    for index in store.attention_layers:
-        layers = getattr(store.cache, "layers", None)
-        pair = (layers[index].keys, layers[index].values) if layers else None
-        tensors.extend(pair or (store.cache.key_cache[index], store.cache.value_cache[index]))
-    for index in store.recurrent_layers:
-        state = store.read(index)
-        tensors.extend((*state.conv, *state.recurrent))
-    return tensors
-
-
 def test_prefill_in_pieces_gives_the_same_text(kind):
-    target, prompt = make_target(kind), random_prompt(37)
+    target, prompt = make_target(kind), random_ids(37)
     draft = make_draft(target)
     forwards = Forwards(target)
     output = draft.generate(prompt, target=target, max_new_tokens=12, do_sample=False, prefill_chunk_size=10)
@@ -168,7 +157,7 @@ def test_image_prompt_is_counted_as_the_target_counts_it():
 def test_low_precision_differs_from_plain_decoding_at_near_ties_only(kind):
     target = make_target(kind).to(torch.bfloat16)
     draft = make_draft(target).to(torch.bfloat16)
-    prompt = random_prompt(20)
+    prompt = random_ids(20)
     mine = draft.generate(prompt, target=target, max_new_tokens=24, do_sample=False)
     plain = plain_greedy(target, prompt, 24)
     different = (mine != plain)[0].nonzero()
@@ -282,7 +271,7 @@ def test_accept_greedy_takes_the_longest_right_prefix():
 
 
 def test_sampling_follows_the_seed_and_greedy_leaves_the_random_stream_alone():
-    target, prompt = make_target("qwen3"), random_prompt(5)
+    target, prompt = make_target("qwen3"), random_ids(5)
     draft = make_draft(target)
     texts = []
     for seed in (3, 3, 4):
@@ -321,7 +310,7 @@ def test_options_give_what_the_targets_own_generate_gives(options):
     target = make_target("qwen3")
     for seed, place in ((0, 7), (1, 2), (2, 0)):
         torch.manual_seed(seed)
-        prompt = random_prompt(8)
+        prompt = random_ids(8)
         common = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
         common |= {"output_scores": True, "output_logits": True, **options}
         expected = target.generate(prompt, **common)
@@ -337,7 +326,7 @@ def test_options_give_what_the_targets_own_generate_gives(options):
 def test_stop_token_at_every_place_of_a_block(kind, place):
     """The text ends with the stop token, the round's later tokens are dropped, acc_len counts what verification
     judged."""
-    target, prompt = make_target(kind, seed=5), random_prompt(6)
+    target, prompt = make_target(kind, seed=5), random_ids(6)
     text = plain_greedy(target, prompt, 30)
     stop = text[0, 6 + place].item()  # token `place` of the first round
     end = next(at for at in range(6, 6 + 30) if text[0, at] == stop)
@@ -355,7 +344,7 @@ def test_stop_token_at_every_place_of_a_block(kind, place):
 
 @pytest.mark.parametrize("budget", range(1, 10))
 def test_budgets_cut_inside_a_block(budget):
-    target, prompt = make_target("text"), random_prompt(6)
+    target, prompt = make_target("text"), random_ids(6)
     text = plain_greedy(target, prompt, 30)
     draft = make_scripted_draft(target, follow(text))
     by_new = draft.generate(prompt, target=target, max_new_tokens=budget, do_sample=False)
@@ -366,7 +355,7 @@ def test_budgets_cut_inside_a_block(budget):
 @pytest.mark.parametrize("kind", ["text", "qwen3"])
 def test_processors_are_asked_about_reachable_text_only(kind):
     """A constraint that has nothing to allow behind its end or its budget, where a block of seven drafts goes on."""
-    target, prompt = make_target(kind), random_prompt(3)
+    target, prompt = make_target(kind), random_ids(3)
     draft = make_draft(target)
     words = [[1, 2, 3, 5], [1, 4, 5]]  # 5 ends the text
 
@@ -389,7 +378,7 @@ def test_processors_are_asked_about_reachable_text_only(kind):
 
 
 def test_stopping_criterion_gets_the_scores_when_they_are_asked_for():
-    target, prompt = make_target("qwen3"), random_prompt(6)
+    target, prompt = make_target("qwen3"), random_ids(6)
     draft = make_draft(target)
 
     class Confident(transformers.StoppingCriteria):
@@ -404,7 +393,7 @@ def test_stopping_criterion_gets_the_scores_when_they_are_asked_for():
 
 
 def test_custom_stopping_criterion_sees_every_token():
-    target, prompt = make_target("text"), random_prompt(6)
+    target, prompt = make_target("text"), random_ids(6)
     text = plain_greedy(target, prompt, 30)
     lengths = []
 
@@ -421,7 +410,7 @@ def test_custom_stopping_criterion_sees_every_token():
 
 
 def test_default_length_and_stop_come_from_the_targets_generation_config():
-    target, prompt = make_target("qwen3"), random_prompt(6)
+    target, prompt = make_target("qwen3"), random_ids(6)
     draft = make_draft(target)
     assert torch.equal(draft.generate(prompt, target=target), target.generate(prompt))
     target.generation_config.eos_token_id = plain_greedy(target, prompt, 9)[0, -1].item()
@@ -433,7 +422,7 @@ def test_default_length_and_stop_come_from_the_targets_generation_config():
 
 @pytest.mark.parametrize("max_new_tokens", [1, 5, 23])
 def test_streamer_shows_what_is_returned(max_new_tokens):
-    target, prompt = make_target("text"), random_prompt(6)
+    target, prompt = make_target("text"), random_ids(6)
     text = plain_greedy(target, prompt, 40)
     draft = make_scripted_draft(target, follow(text, iter([2, 7, 0, 5] * 9).__next__))
     pieces, ended = [], []
@@ -451,7 +440,7 @@ def test_streamer_shows_what_is_returned(max_new_tokens):
 
 def test_acceptance_figures_of_a_scripted_run():
     """Accepted 0, 3 and 7: acc_len 13/3 (SGLang 0.5.23's count), and 13 tokens in three rounds."""
-    target, prompt = make_target("text"), random_prompt(6)
+    target, prompt = make_target("text"), random_ids(6)
     text = plain_greedy(target, prompt, 40)
     draft = make_scripted_draft(target, follow(text, iter([0, 3, 7]).__next__))
     output = draft.generate(prompt, target=target, max_new_tokens=14, do_sample=False, **DICT)
@@ -469,7 +458,7 @@ def refused(message, prompt=None, target=None, **arguments):
     """Assert that `generate` raises a ValueError matching `message` before any forward of the target."""
     target = target or make_target("qwen3")
     forwards = Forwards(target)
-    prompt = random_prompt(4) if prompt is None else prompt
+    prompt = random_ids(4) if prompt is None else prompt
     with pytest.raises(ValueError, match=message):
         make_draft(make_target("qwen3")).generate(prompt, target=target, **arguments)
     assert forwards.widths == [] and count_hooks(target) == 1  # the recorder's own
@@ -574,24 +563,24 @@ def test_image_arguments_come_together():
 def test_a_call_without_target_or_prompt_is_refused():
     draft = make_draft(make_target("qwen3"))
     with pytest.raises(ValueError, match="`target` is not given"):
-        draft.generate(random_prompt(3))
+        draft.generate(random_ids(3))
     with pytest.raises(ValueError, match="Neither of `input_ids` and `inputs`"):
         draft.generate(target=make_target("qwen3"))
-    target, prompt = make_target("qwen3"), random_prompt(3)
+    target, prompt = make_target("qwen3"), random_ids(3)
     by_other_name = draft.generate(inputs=prompt, target=target, max_new_tokens=5, do_sample=False)
     assert torch.equal(by_other_name, plain_greedy(target, prompt, 5))
 
 
 def test_a_forward_in_another_thread_changes_nothing(kind):
     """Hooks belong to the thread that generates: what others run on the model in between is not caught."""
-    target, prompt = make_target(kind), random_prompt(5)
+    target, prompt = make_target(kind), random_ids(5)
     expected = plain_greedy(target, prompt, 40)
     draft = make_draft(target)
     generating, backbone = threading.get_ident(), locate_text_model(target)[0]
 
     def run_elsewhere(*_):
         if threading.get_ident() == generating:
-            other = threading.Thread(target=lambda: backbone(input_ids=random_prompt(8), use_cache=False))
+            other = threading.Thread(target=lambda: backbone(input_ids=random_ids(8), use_cache=False))
             other.start()
             other.join()
 
@@ -610,7 +599,7 @@ def test_targets_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["draft", "target", "streamer"])
 def test_target_is_as_before_after_an_interruption(kind, error, where):
-    target, prompt = make_target(kind), random_prompt(6)
+    target, prompt = make_target(kind), random_ids(6)
     parameters = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     config = target.config.to_dict()
     text = plain_greedy(target, prompt, 20)
@@ -645,7 +634,7 @@ def test_target_is_as_before_after_an_interruption(kind, error, where):
 
 
 def test_nothing_of_the_callers_is_changed(kind):
-    target, prompt = make_target(kind), random_prompt(6)
+    target, prompt = make_target(kind), random_ids(6)
     draft = make_draft(target)
     given = GenerationConfig(max_new_tokens=6, do_sample=False)
     own = getattr(target, "generation_config", None)

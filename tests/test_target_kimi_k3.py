@@ -13,7 +13,7 @@ import accelerate
 import pytest
 import torch
 import transformers
-from conftest import HAS_NATIVE_KIMI, PLACEHOLDER_ID, TARGET_KINDS, make_target, text_config
+from conftest import HAS_NATIVE_KIMI, PLACEHOLDER_ID, TARGET_KINDS, make_target, random_ids, text_config
 from dspark.target_kimi_k3 import VerifiableTarget, cache_argument, locate_text_model
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -23,14 +23,7 @@ ALL_LAYERS = (0, 1, 2, 3, 4)
 KIMI_K3_KINDS = pytest.mark.parametrize("kind", ["text", "wrapper"])
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def random_ids(length: int) -> torch.Tensor:
-    return torch.randint(0, 7, (1, length))
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def run_rounds(target: VerifiableTarget, prompt: torch.Tensor, kept_counts, expected_model=None) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import HAS_NATIVE_KIMI, TARGET_KINDS, make_target
+from conftest import HAS_NATIVE_KIMI, TARGET_KINDS, make_target, random_ids, tensors_of
 from dspark import target_state
 from dspark.target_kimi_k3 import VerifiableTarget, cache_argument, locate_text_model
 from dspark.target_state import ReleasedDeltaReplay, TargetState, delta_rule_state, open_store
@@ -19,31 +19,7 @@ RECURRENT_KINDS = [kind for kind in TARGET_KINDS if kind != "qwen3"]
 KIMI_K3_KINDS = pytest.mark.parametrize("kind", ["text", "wrapper"])
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def random_ids(length: int) -> torch.Tensor:
-    return torch.randint(0, 7, (1, length))
-
-
-def tensors_of(cache) -> dict[str, torch.Tensor]:
-    """Every tensor a cache holds, by name, read without the package's help."""
-    held = {}
-    if hasattr(cache, "layers"):
-        for i, layer in enumerate(cache.layers):
-            fields = {name: getattr(layer, name, None) for name in ("keys", "values")}
-            for name in ("conv_states", "recurrent_states"):
-                fields |= {f"{name}.{j}": state for j, state in getattr(layer, name, {}).items()}
-            held |= {f"{i}.{name}": tensor for name, tensor in fields.items() if tensor is not None}
-        return held
-    for name in ("conv_states", "recurrent_states", "key_cache", "value_cache"):
-        for i, entry in enumerate(getattr(cache, name)):
-            parts = entry if isinstance(entry, (tuple, list)) else [entry]
-            held |= {f"{i}.{name}.{j}": part for j, part in enumerate(parts) if part is not None}
-    return held
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def fresh_tensors(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
