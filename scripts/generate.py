@@ -12,7 +12,7 @@ import torch
 from common import TINY_DRAFT, TINY_TARGET, encode_prompt, load_draft, load_target, plain_greedy
 from transformers import TextStreamer
 
-PROMPT = 'def read_lines(path, encoding="utf-8"):\n    """'
+PROMPT = "import os\n"
 
 
 def parse_arguments() -> argparse.Namespace:
