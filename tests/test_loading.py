@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from conftest import ROOT, make_draft, make_target, plain_greedy
@@ -117,6 +118,10 @@ def test_without_trust_the_native_class_loads_as_the_readme_warns(odd_copy):
     """Not what we want but what transformers does with `model_type` qwen3, so the README must say it."""
     model = transformers.AutoModel.from_pretrained(odd_copy)
     assert type(model).__name__ == "Qwen3Model" and not hasattr(model, "draft_block")
+    # The layers' weights do arrive; what the native class has no place for (`fc`, the heads) is dropped.
+    saved = safetensors.torch.load_file(odd_copy / "model.safetensors")
+    name = "layers.0.self_attn.q_proj.weight"
+    assert torch.equal(model.state_dict()[name].float(), saved[name].float()) and "fc.weight" not in model.state_dict()
     readme = (ROOT / "README.md").read_text("utf-8")
     assert "trust_remote_code=True" in readme and "Qwen3Model" in readme
 
