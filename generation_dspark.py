@@ -193,11 +193,11 @@ def count_until_stop(transcript: Transcript, tokens: torch.Tensor, scores: torch
 
     Criteria get the `scores` `[B, n, V]` of the new tokens so far when scores are asked for, as in transformers.
     """
-    request = transcript.request
+    request, length = transcript.request, transcript.ids.shape[1]
+    text = torch.cat([transcript.ids, tokens], dim=1)
     for count in range(1, tokens.shape[1] + 1):
-        text = torch.cat([transcript.ids, tokens[:, :count]], dim=1)
         so_far = (*transcript.scores, *scores[:, :count].unbind(1)) if request.config.output_scores else None
-        if bool(request.criteria(text, so_far).all()):
+        if bool(request.criteria(text[:, : length + count], so_far).all()):
             transcript.finished = True
             return count
     return tokens.shape[1]
@@ -228,9 +228,10 @@ def process_rows(
 ) -> torch.Tensor:
     """Target logits `[B, n + 1, V]` after the processors, float32; row k sees the text and the first k drafts."""
     # Processors may write into what they are given, and the logits stay as the target made them.
-    rows = logits.to(ids.device, torch.float32, copy=True).unbind(1)
-    seen = [torch.cat([ids, draft_tokens[:, :k]], dim=1) for k in range(len(rows))]
-    return torch.stack([processors(text, row) for text, row in zip(seen, rows, strict=True)], dim=1)
+    logits = logits.to(ids.device, torch.float32, copy=True)
+    text = torch.cat([ids, draft_tokens], dim=1)
+    length = ids.shape[1]
+    return torch.stack([processors(text[:, : length + k], row) for k, row in enumerate(logits.unbind(1))], dim=1)
 
 
 def accept(

@@ -430,12 +430,15 @@ class DSparkDraftModel(PreTrainedModel):
         base_logits: torch.Tensor,
         hidden: torch.Tensor,
         anchor_ids: torch.Tensor,
-        text: torch.Tensor | None,
+        prefix_ids: torch.Tensor | None,
         logits_processor: Callable | None,
         do_sample: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draw the K tokens one by one from the head's float32 logits `[B, K, V]`; return tokens, logits and scores."""
         rows, previous, state = [], anchor_ids, None
+        if logits_processor:  # one buffer for the text of all K steps: a copy each would grow with the context
+            length, block_size = prefix_ids.shape[1], self.config.block_size
+            text = torch.cat([prefix_ids, prefix_ids.new_empty(prefix_ids.shape[0], block_size)], dim=1)
         for k in range(self.config.block_size):
             logits = base_logits[:, k]
             if self.markov_head is not None:
@@ -444,9 +447,11 @@ class DSparkDraftModel(PreTrainedModel):
             # Processors may write into what they are given, and `logits` are kept as they are.
             scores = logits
             if logits_processor:
-                scores = logits_processor(text, logits.to(text.device, copy=True)).to(self.device)
+                row = logits.to(text.device, copy=True)
+                scores = logits_processor(text[:, : length + k], row).to(self.device)
             previous = pick_token(scores, do_sample)
-            text = None if text is None else torch.cat([text, previous[:, None].to(text.device)], dim=1)
+            if logits_processor:
+                text[:, length + k] = previous
             rows.append((previous, logits, scores))
         tokens, logits, scores = (torch.stack(column, dim=1) for column in zip(*rows))
         return tokens, logits, scores

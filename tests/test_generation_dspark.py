@@ -46,7 +46,7 @@ class Forwards:
 
 
 def test_greedy_equals_plain_decoding_on_200_prompts(kind):
-    """Lengths 1 to 300; every other prompt with a random draft, the others with drafts wrong at a random place."""
+    """Lengths 1 to 300, each with a random draft and a script: an oracle, an adversary, or wrong at a random place."""
     target = make_target(kind)
     draft = make_draft(target)
     choose = random.Random(0)
@@ -54,14 +54,15 @@ def test_greedy_equals_plain_decoding_on_200_prompts(kind):
     lengths = [1, 2, 3, 4, 5, 300] + [choose.randint(1, 300) for _ in range(194)]
     for number, length in enumerate(lengths):
         prompt = random_ids(length)
-        expected = plain_greedy(target, prompt, 10)
-        if number % 2:
-            draft_here = make_scripted_draft(target, follow(expected, lambda: choose.randint(0, 7)))
-        else:
-            draft_here = draft
-        output = draft_here.generate(prompt, target=target, max_new_tokens=10, do_sample=False, **DICT)
-        assert torch.equal(output.sequences, expected), f"prompt {number} of length {length}"
-        histogram += output.acceptance_histogram[0]
+        expected = plain_greedy(target, prompt, 9)  # the prefill's token and one whole round
+        scripts = (follow(expected), adversary(expected), follow(expected, lambda: choose.randint(0, 7)))
+        for drafting in (draft, make_scripted_draft(target, scripts[number % 3])):
+            output = drafting.generate(prompt, target=target, max_new_tokens=9, do_sample=False, **DICT)
+            assert torch.equal(output.sequences, expected), f"prompt {number} of length {length}"
+            rounds = output.acceptance_histogram[0]
+            histogram += rounds
+        if number % 3 < 2:
+            assert rounds.tolist() == ([0, 0, 0, 0, 0, 0, 0, 1], [8, 0, 0, 0, 0, 0, 0, 0])[number % 3]
     assert (histogram > 0).all(), f"some acceptance length never occurred: {histogram.tolist()}"
 
 
