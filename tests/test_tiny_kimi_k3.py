@@ -199,6 +199,17 @@ def test_any_split_equals_one_forward(kind, split, request):
     assert cache.get_seq_length() == 24 and cache.has_previous_state
 
 
+@torch.no_grad()
+def test_a_long_text_equals_its_pieces(text_model):
+    """Experts and convolutions take another way for many tokens than for few."""
+    ids = random_ids(2, 80)
+    assert 80 > modeling.FEW_TOKENS > 16
+    whole = text_model(ids)
+    logits, cache = feed(text_model, ids, [8] * 10)
+    torch.testing.assert_close(logits, whole.logits, atol=1e-4, rtol=1e-4)
+    assert_same_cache(cache, whole.past_key_values)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @torch.no_grad()
 def test_left_padding_equals_no_padding(text_model, split):

@@ -21,6 +21,7 @@ from .configuration_kimi_k3 import KimiK3Config, KimiLinearConfig
 CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 KDA_CHUNK = 16
+FEW_TOKENS = 64  # up to here, fewer operations count for more than less arithmetic
 L2_NORM_EPS = 1e-6
 LORA_NORM_EPS = 1e-6
 ROUTER_EPS = 1e-20
@@ -51,43 +52,38 @@ def kda_recurrent(q, k, v, g, beta, initial_state=None):
 
 
 def kda_chunk(q, k, v, g, beta, initial_state=None):
-    """KDA over chunks of 16 steps: matrix products inside a chunk, the state carried from chunk to chunk.
+    """KDA chunk by chunk, up to 16 steps each. Shapes and dtypes: see the note above."""
+    batch, _, heads, key_dim = q.shape
+    inputs = [x.float().transpose(1, 2) for x in (q, k, v, g, beta[..., None])]
+    state = v.new_zeros(batch, heads, v.shape[-1], key_dim) if initial_state is None else initial_state
+    outputs, state = [], state.float()
+    for chunk in zip(*(x.split(KDA_CHUNK, dim=2) for x in inputs), strict=True):
+        output, state = kda_one_chunk(*chunk, state)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2).transpose(1, 2) * key_dim**-0.5, state
 
-    Inside a chunk, with G the running sum of g, each step writes `k_t w_t^T` where `w = beta * (v - what S holds)`. All
-    w of a chunk solve one unit lower triangular system. Decay factors exp(G_i - G_j) are split around the middle c of
-    the chunk, as exp(G_i - c) * exp(c - G_j): with g >= -5 no exponent leaves [-40, 40], so float32 neither overflows
-    nor loses small terms. Shapes and dtypes: see the note above.
+
+def kda_one_chunk(q, k, v, g, beta, state):
+    """Up to 16 steps by matrix products. q, k, v, g [B, N, T, *], beta [B, N, T, 1], state [B, N, V, K], all float32.
+
+    With G the running sum of g, each step writes `k_t w_t^T` where `w = beta * (v - what S holds)`, and all w solve one
+    unit lower triangular system. Decay factors exp(G_i - G_j) are split around the middle c of the chunk, as
+    exp(G_i - c) * exp(c - G_j): with g >= -5 no exponent leaves [-40, 40], so float32 neither overflows nor loses small
+    terms. The state is moved to c too, so that keys and queries meet it and the earlier keys in one product. Returns
+    o [B, N, T, V], not scaled yet, and the new state.
     """
-    batch, steps, heads, key_dim = q.shape
-    padding = -steps % KDA_CHUNK  # padded steps have g = beta = 0: the identity
-
-    def split(x):  # [B, T, N, *] -> [B, N, chunks, 16, *]
-        padded = F.pad(x.float(), (0, 0, 0, 0, 0, padding))
-        return padded.view(batch, -1, KDA_CHUNK, heads, x.shape[-1]).permute(0, 3, 1, 2, 4)
-
-    q, k, v, g, beta = split(q), split(k), split(v), split(g), split(beta[..., None])
-    q = q * key_dim**-0.5
-    log_decay = g.cumsum(-2)
-    end = log_decay[..., -1:, :]
-    middle = log_decay[..., KDA_CHUNK // 2 - 1 : KDA_CHUNK // 2, :]
-    later, earlier = (log_decay - middle).exp(), (middle - log_decay).exp()
-    k_earlier = (k * earlier).transpose(-1, -2)
-    key_overlap = ((k * later) @ k_earlier).tril(-1)
-    query_overlap = ((q * later) @ k_earlier).tril()
-    decay = log_decay.exp()
-    right_side = torch.cat([v, k * decay], dim=-1) * beta
-    solved = torch.linalg.solve_triangular(key_overlap * beta, right_side, upper=False, unitriangular=True)
-    written, read = solved.split([v.shape[-1], key_dim], dim=-1)
-    q_decayed, k_to_end, end_decay = q * decay, k * (end - log_decay).exp(), end.exp()
-
-    state = q.new_zeros(batch, heads, v.shape[-1], key_dim) if initial_state is None else initial_state.float()
-    outputs = []
-    per_chunk = (q_decayed, query_overlap, written, read, k_to_end, end_decay)
-    for q_n, overlap_n, written_n, read_n, k_n, decay_n in zip(*(x.unbind(2) for x in per_chunk), strict=True):
-        w = written_n - read_n @ state.mT
-        outputs.append(q_n @ state.mT + overlap_n @ w)
-        state = state * decay_n + w.mT @ k_n
-    return torch.cat(outputs, dim=2)[:, :, :steps].transpose(1, 2), state
+    steps = k.shape[2]
+    log_decay = g.cumsum(2)
+    middle = log_decay[:, :, (steps - 1) // 2, None]
+    later = (log_decay - middle).exp()
+    k_earlier, state = k / later, state * middle.exp()
+    met = torch.cat([k * later, q * later], dim=2) @ torch.cat([k_earlier, state], dim=2).mT
+    by_keys, by_queries = met.chunk(2, dim=2)
+    overlap, held = by_keys[..., :steps], by_keys[..., steps:]
+    # Of the overlap the solver reads only what lies below the diagonal.
+    w = torch.linalg.solve_triangular(overlap * beta, (v - held) * beta, upper=False, unitriangular=True)
+    output = by_queries[..., :steps].tril() @ w + by_queries[..., steps:]
+    return output, (state + w.mT @ k_earlier) * later[:, :, -1:]
 
 
 def l2_normalise(x):
@@ -203,14 +199,17 @@ class ShortConvolution(nn.Module):
         One cached token moves the window on in place and returns that very tensor; wider inputs leave `cache` as it was
         and return a new one. Before the first input the window counts as zeros.
         """
-        inputs = x.transpose(1, 2)
         if cache is not None and x.shape[1] == 1:
-            cache.copy_(torch.cat([cache[..., 1:], inputs], dim=-1))
+            cache.copy_(torch.cat([cache[..., 1:], x.transpose(1, 2)], dim=-1))
             return F.silu((cache * self.weight.squeeze(1)).sum(-1)).unsqueeze(1), cache
-        past = x.new_zeros(x.shape[0], x.shape[2], self.kernel_size) if cache is None else cache
-        inputs = torch.cat([past, inputs], dim=-1)
-        y = F.silu(F.conv1d(inputs[..., 1:], self.weight, groups=x.shape[2])).transpose(1, 2)
-        return y, inputs[..., -self.kernel_size :].clone() if output_final_state else None
+        past = x.new_zeros(x.shape[0], self.kernel_size, x.shape[2]) if cache is None else cache.transpose(1, 2)
+        inputs = torch.cat([past, x], dim=1)
+        if x.shape[1] <= FEW_TOKENS:  # a convolution has to be set up, which for few tokens takes longer than to run it
+            y = (inputs[:, 1:].unfold(1, self.kernel_size, 1) * self.weight.squeeze(1)).sum(-1)
+        else:
+            y = F.conv1d(inputs[:, 1:].transpose(1, 2), self.weight, groups=x.shape[2]).transpose(1, 2)
+        window = inputs[:, -self.kernel_size :].transpose(1, 2).contiguous() if output_final_state else None
+        return F.silu(y), window
 
 
 class KimiDeltaAttention(nn.Module):
@@ -387,14 +386,34 @@ class KimiSparseMoeBlock(nn.Module):
         tokens = x.flatten(0, -2)
         experts, weights = self.gate(tokens)
         latent = self.routed_expert_down_proj(tokens)
+        run = self._run_side_by_side if len(tokens) <= FEW_TOKENS else self._run_one_by_one
+        routed = run(latent, experts, weights.to(latent.dtype))
+        routed = self.routed_expert_up_proj(self.routed_expert_norm(routed))
+        return routed.view_as(x) + self.shared_experts(x)
+
+    def _run_one_by_one(self, latent, experts, weights):
+        """Each expert on the rows that chose it. latent [tokens, D], experts and weights [tokens, top_k] -> latent."""
         routed = torch.zeros_like(latent)
-        weights = weights.to(latent.dtype)
         for expert in experts.unique().tolist():
             rows, slots = (experts == expert).nonzero(as_tuple=True)
             output = self.experts[expert](latent[rows]) * weights[rows, slots, None]
             routed = routed.index_add(0, rows, output)
-        routed = self.routed_expert_up_proj(self.routed_expert_norm(routed))
-        return routed.view_as(x) + self.shared_experts(x)
+        return routed
+
+    def _run_side_by_side(self, latent, experts, weights):
+        """All experts that any row chose as one wide expert, on all rows; where a row did not choose one, it weighs 0.
+
+        Shapes as in `_run_one_by_one`.
+        """
+        chosen, places = experts.unique(return_inverse=True)
+        every = list(self.experts)
+        running = [every[expert] for expert in chosen.tolist()]
+        gate_and_up = torch.cat([expert.w1.weight for expert in running] + [expert.w3.weight for expert in running])
+        gate, up = F.linear(latent, gate_and_up).chunk(2, dim=-1)
+        inner = situ(gate, up, *running[0].betas).unflatten(-1, (len(running), -1))
+        shares = weights.new_zeros(len(latent), len(running)).scatter(1, places, weights)
+        down = torch.cat([expert.w2.weight for expert in running], dim=1)
+        return F.linear((inner * shares[..., None]).flatten(1), down)
 
 
 class KimiDecoderLayer(nn.Module):
