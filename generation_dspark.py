@@ -18,12 +18,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .request_dspark import Request, check_given, check_pair, prepare_request
 from .target_kimi_k3 import VerifiableTarget
+
+
+@dataclass
+class Round:
+    """What one verify round did.
+
+    Args:
+        position: index in `sequences` of the anchor; the round's tokens follow it.
+        draft_tokens: what the draft proposed, `[B, K]` int64.
+        confidence: the draft's own logits, `[B, K]` float32, whose sigmoid estimates P(token accepted | all before it
+            accepted); None if the draft has no confidence head.
+        accepted: how many of the draft tokens verification accepted, before a stop or a budget cut the round.
+        tokens: what the round added to `sequences`, `[B, 1..K + 1]` int64.
+    """
+
+    position: int
+    draft_tokens: torch.LongTensor
+    confidence: torch.Tensor | None
+    accepted: int
+    tokens: torch.LongTensor
 
 
 @dataclass
@@ -39,6 +60,7 @@ class DSparkGenerateOutput(ModelOutput):
         acc_len: mean of accepted + 1 over the rounds, `[B]` float32 (as SGLang 0.5.23 counts it); nan without rounds.
         tokens_per_round: tokens emitted by rounds over rounds, `[B]` float32, which a stop cuts; nan without rounds.
         num_target_forwards: verify forwards of the target; prefill is not counted.
+        rounds: with `output_rounds`, a `Round` for each verify round.
     """
 
     sequences: torch.LongTensor | None = None
@@ -48,14 +70,19 @@ class DSparkGenerateOutput(ModelOutput):
     acc_len: torch.Tensor | None = None
     tokens_per_round: torch.Tensor | None = None
     num_target_forwards: int | None = None
+    rounds: tuple[Round, ...] | None = None
 
 
 @dataclass
 class Verdict:
-    """Outcome of one verification: how many draft tokens are accepted, and the token that follows them, `[B]`."""
+    """Outcome of one verification: how many draft tokens are accepted, and the token that follows them, `[B]`.
+
+    `token_ids` are both on the host, fetched together: it is the only time in a round that the host waits for a device.
+    """
 
     accepted: int
     next_token: torch.Tensor
+    token_ids: list[int]
 
 
 @dataclass
@@ -68,6 +95,7 @@ class Transcript:
     finished: bool = False
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -90,6 +118,7 @@ def generate(
     streamer: BaseStreamer | None = None,
     tokenizer=None,
     inputs: torch.LongTensor | None = None,
+    output_rounds: bool = False,
     **kwargs,
 ) -> torch.LongTensor | DSparkGenerateOutput:
     """Continue a prompt with the target's own output, drafted by `draft` (DSpark, arXiv 2607.05147).
@@ -106,6 +135,7 @@ def generate(
             transformers' `generate`. A processor must depend on its arguments alone: it is also asked about draft
             tokens that are then rejected, and about text behind a stop string or a custom criterion's stop.
         inputs: another name of `input_ids`, the one that transformers' `generate` gives its first argument.
+        output_rounds: with `return_dict_in_generate=True`, return what every round did as `rounds`.
         kwargs: fields of `GenerationConfig`, `attention_mask`, and `pixel_values` and `grid_thws` of an image prompt.
 
     Returns:
@@ -128,6 +158,7 @@ def generate(
         prefix_allowed_tokens_fn,
         streamer,
         tokenizer,
+        output_rounds,
         kwargs,
     )
     with verifiable:
@@ -143,7 +174,9 @@ def decode(draft, target: VerifiableTarget, request: Request) -> Transcript:
     if request.streamer is not None:
         request.streamer.put(request.input_ids.cpu())
     first_token, scores = choose_token(logits, request)
-    emit(transcript, first_token, scores, logits, kept=count_until_stop(transcript, first_token, scores))
+    token_ids = first_token[0].tolist()
+    kept = count_until_stop(transcript, first_token, token_ids, scores)
+    emit(transcript, first_token, token_ids, scores, logits, kept)
 
     context_lead = cache.length - transcript.ids.shape[1]  # -1, or more with an image: its placeholder stands for many
     while not transcript.finished:
@@ -158,9 +191,14 @@ def decode(draft, target: VerifiableTarget, request: Request) -> Transcript:
         transcript.histogram[verdict.accepted] += 1
 
         tokens = torch.cat([draft_tokens[:, : verdict.accepted], verdict.next_token[:, None]], dim=1)
-        kept = count_until_stop(transcript, tokens, scores)
+        kept = count_until_stop(transcript, tokens, verdict.token_ids, scores)
+        if request.output_rounds:
+            position = transcript.ids.shape[1] - 1
+            transcript.rounds.append(
+                Round(position, draft_tokens, block.confidence, verdict.accepted, tokens[:, :kept])
+            )
         commit(draft, target, cache, output.features, kept)
-        emit(transcript, tokens, scores, output.logits, kept)
+        emit(transcript, tokens, verdict.token_ids, scores, output.logits, kept)
 
     if request.streamer is not None:
         request.streamer.end()
@@ -188,31 +226,48 @@ def add_context(draft, cache, features: torch.Tensor) -> None:
     draft.write_context(features, positions.expand(features.shape[0], -1), cache)
 
 
-def count_until_stop(transcript: Transcript, tokens: torch.Tensor, scores: torch.Tensor) -> int:
+def count_until_stop(transcript: Transcript, tokens: torch.Tensor, token_ids: list[int], scores: torch.Tensor) -> int:
     """How many of the round's `tokens` `[B, n]` are kept: all, or up to the first stopping event, inclusive.
 
-    Criteria get the `scores` `[B, n, V]` of the new tokens so far when scores are asked for, as in transformers.
+    `token_ids` are the same tokens on the host. Criteria get the `scores` `[B, n, V]` of the new tokens so far when
+    scores are asked for, as in transformers.
     """
-    request, length = transcript.request, transcript.ids.shape[1]
-    text = torch.cat([transcript.ids, tokens], dim=1)
-    for count in range(1, tokens.shape[1] + 1):
-        so_far = (*transcript.scores, *scores[:, :count].unbind(1)) if request.config.output_scores else None
-        if bool(request.criteria(text[:, : length + count], so_far).all()):
+    stops, length = transcript.request.stops, transcript.ids.shape[1]
+    text = torch.cat([transcript.ids, tokens], dim=1) if stops.criteria else None
+    for count, token_id in enumerate(token_ids, start=1):
+        stopped = length + count >= stops.max_length or token_id in stops.end_ids
+        if stops.criteria:
+            stopped |= ask_criteria(transcript, text[:, : length + count], scores[:, :count])
+        if stopped:
             transcript.finished = True
             return count
-    return tokens.shape[1]
+    return len(token_ids)
 
 
-def emit(transcript: Transcript, tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor, kept: int) -> None:
+def ask_criteria(transcript: Transcript, text: torch.Tensor, scores: torch.Tensor) -> bool:
+    """Whether a criterion ends the `text` `[B, c]`, whose last tokens were chosen by `scores` `[B, n, V]`."""
+    request = transcript.request
+    so_far = (*transcript.scores, *scores.unbind(1)) if request.config.output_scores else None
+    return bool(request.stops.criteria(text, so_far).all())
+
+
+def emit(
+    transcript: Transcript,
+    tokens: torch.Tensor,
+    token_ids: list[int],
+    scores: torch.Tensor,
+    logits: torch.Tensor,
+    kept: int,
+) -> None:
     """Append the first `kept` tokens `[B, n]` to the text, with the rows of `scores` and `logits` that chose them."""
-    request, tokens = transcript.request, tokens[:, :kept]
-    transcript.ids = torch.cat([transcript.ids, tokens], dim=1)
+    request = transcript.request
+    transcript.ids = torch.cat([transcript.ids, tokens[:, :kept]], dim=1)
     if request.config.output_scores:
         transcript.scores.extend(scores[:, :kept].unbind(1))
     if request.config.output_logits:
         transcript.logits.extend(logits[:, :kept].float().unbind(1))
     if request.streamer is not None:
-        request.streamer.put(tokens[0].cpu())
+        request.streamer.put(torch.tensor(token_ids[:kept]))
 
 
 def choose_token(logits: torch.Tensor, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,6 +282,8 @@ def process_rows(
     logits: torch.Tensor, ids: torch.Tensor, draft_tokens: torch.Tensor, processors: LogitsProcessorList
 ) -> torch.Tensor:
     """Target logits `[B, n + 1, V]` after the processors, float32; row k sees the text and the first k drafts."""
+    if not processors:
+        return logits.to(ids.device, torch.float32)
     # Processors may write into what they are given, and the logits stay as the target made them.
     logits = logits.to(ids.device, torch.float32, copy=True)
     text = torch.cat([ids, draft_tokens], dim=1)
@@ -251,7 +308,8 @@ def accept_greedy(target_scores: torch.Tensor, draft_tokens: torch.Tensor) -> Ve
     """
     choices = target_scores.argmax(dim=-1)
     accepted = _leading_true(draft_tokens == choices[:, :-1])
-    return Verdict(accepted, choices[:, accepted])
+    accepted, *token_ids = torch.cat([accepted[:, None], choices], dim=1)[0].tolist()
+    return Verdict(accepted, choices[:, accepted], token_ids[: accepted + 1])
 
 
 def accept_sampled(
@@ -272,12 +330,15 @@ def accept_sampled(
     ratio = target_probs[:, :-1].gather(-1, token_index) / draft_probs.gather(-1, token_index)
     uniform = torch.rand(draft_tokens.shape, device=draft_tokens.device)
     accepted = _leading_true(uniform < ratio[..., 0])  # 0 / 0 is nan, which compares as a rejection
-    law = target_probs[:, accepted]
-    if accepted < draft_tokens.shape[1]:
-        residual = (law - draft_probs[:, accepted]).clamp_min(0.0)
-        # Equal laws leave no residual; only rounding can reject there, and then the target's own law is right.
-        law = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, law)
-    return Verdict(accepted, torch.multinomial(law, num_samples=1)[:, 0])
+    row = accepted[:, None, None].expand(-1, -1, target_probs.shape[-1])
+    law = target_probs.gather(1, row)[:, 0]
+    # After K acceptances there is no draft to take away.
+    residual = (law - F.pad(draft_probs, (0, 0, 0, 1)).gather(1, row)[:, 0]).clamp_min(0.0)
+    # Equal laws leave no residual; only rounding can reject there, and then the target's own law is right.
+    law = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, law)
+    next_token = torch.multinomial(law, num_samples=1)
+    accepted, *token_ids = torch.cat([accepted[:, None], draft_tokens, next_token], dim=1)[0].tolist()
+    return Verdict(accepted, next_token[:, 0], token_ids[:accepted] + token_ids[-1:])
 
 
 def summarize(transcript: Transcript) -> torch.LongTensor | DSparkGenerateOutput:
@@ -296,9 +357,10 @@ def summarize(transcript: Transcript) -> torch.LongTensor | DSparkGenerateOutput
         acc_len=(histogram * lengths).sum(dim=1) / rounds,
         tokens_per_round=torch.where(rounds > 0, (transcript.num_new_tokens - 1) / rounds, torch.nan),
         num_target_forwards=int(rounds),
+        rounds=tuple(transcript.rounds) if transcript.request.output_rounds else None,
     )
 
 
-def _leading_true(flags: torch.Tensor) -> int:
-    """How many of `[1, K]` are true before the first that is not."""
-    return int(flags.long().cumprod(dim=1).sum())
+def _leading_true(flags: torch.Tensor) -> torch.Tensor:
+    """How many of each row of `[B, K]` are true before the first that is not: `[B]` int64."""
+    return flags.long().cumprod(dim=1).sum(dim=1)

@@ -157,14 +157,20 @@ class DSparkAttention(nn.Module):
         keys = rotate(self.k_norm(self._split_heads(self.k_proj(inputs))), rotary)
         return keys, self._split_heads(self.v_proj(inputs))
 
-    def forward(self, hidden: torch.Tensor, rotary: tuple, cache: DSparkCache) -> torch.Tensor:
-        """Attend from the block `[B, K, H]` to the cached context and the block; same shape out."""
+    def forward(
+        self, hidden: torch.Tensor, rotary: tuple, cache: DSparkCache, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend from the block `[B, K, H]` to the cached context and the block, or where `mask` says; same shape out.
+
+        `mask`: added to the scores, `[B, 1, K, context + K]`: 0 where a row may look, else -inf. Training runs many
+        blocks at once with it.
+        """
         queries = rotate(self.q_norm(self._split_heads(self.q_proj(hidden))), rotary)
         keys, values = cache.place(self.layer_index, *self.keys_and_values(hidden, rotary))
         # The registry holds every implementation but eager.
         attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
-        mixed, _ = attend(self, queries, keys, values, None, scaling=self.head_dim**-0.5, dropout=dropout)
+        mixed, _ = attend(self, queries, keys, values, mask, scaling=self.head_dim**-0.5, dropout=dropout)
         return self.o_proj(mixed.flatten(2))
 
     def _split_heads(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -181,8 +187,10 @@ class DSparkLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden: torch.Tensor, rotary: tuple, cache: DSparkCache) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, cache)
+    def forward(
+        self, hidden: torch.Tensor, rotary: tuple, cache: DSparkCache, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, cache, mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -288,6 +296,16 @@ class DSparkDraftModel(PreTrainedModel):
         refuse_misfit(pretrained_model_name_or_path, model, info)
         model._weight_conversions = None  # transformers 5.x would save under the old names again
         return (model, info) if output_loading_info else model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the draft is. Override: the inherited property searches the parameters, and every block asks often."""
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the draft computes in. Override: as for `device`."""
+        return self.norm.weight.dtype
 
     @classmethod
     def can_generate(cls) -> bool:

@@ -7,12 +7,13 @@ is in this file.
 
 import copy
 import inspect
+import math
 from dataclasses import dataclass
 from numbers import Integral
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerationMixin
+from transformers.generation import EosTokenCriteria, GenerationMixin, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from .target_kimi_k3 import VerifiableTarget
@@ -33,14 +34,28 @@ PROMPT_INPUTS = ("pixel_values", "grid_thws")
 
 
 @dataclass
+class Stops:
+    """When the text ends: at `max_length` tokens, behind a token of `end_ids`, or when one of `criteria` says so.
+
+    The first two are transformers' own criteria, read once: asking them after every token would cost more than the loop
+    itself, and have the host wait for the device each time.
+    """
+
+    max_length: float
+    end_ids: frozenset[int]
+    criteria: StoppingCriteriaList
+
+
+@dataclass
 class Request:
     """A validated call of `generate`, as the loop needs it. `inputs` go to the target's forward at prefill."""
 
     input_ids: torch.Tensor
     config: GenerationConfig
     processors: "ReachableText | LogitsProcessorList"
-    criteria: StoppingCriteriaList
+    stops: Stops
     streamer: BaseStreamer | None
+    output_rounds: bool
     inputs: dict[str, torch.Tensor]
 
 
@@ -87,11 +102,14 @@ def prepare_request(
     prefix_allowed_tokens_fn,
     streamer,
     tokenizer,
+    output_rounds,
     kwargs,
 ) -> Request:
     """Validate a call of `generate` and prepare its processors and criteria, as transformers' `generate` does."""
     check_input_ids(input_ids, target.config.vocab_size)
     check_helpers(generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer)
+    if not isinstance(output_rounds, bool):
+        raise ValueError(f"`output_rounds` is {output_rounds!r}, expected True or False.")
     model = target.model
     own_config = getattr(model, "generation_config", None) or GenerationConfig.from_model_config(model.config)
     preparation = _Preparation(model.config, own_config, target.device)
@@ -125,7 +143,24 @@ def prepare_request(
     criteria = preparation._get_stopping_criteria(config, stopping_criteria or StoppingCriteriaList(), tokenizer)
     if processors:
         processors = ReachableText(processors, length, config)
-    return Request(input_ids, config, processors, criteria, streamer, inputs)
+    output_rounds = output_rounds and bool(config.return_dict_in_generate)
+    return Request(input_ids, config, processors, read_stops(criteria), streamer, output_rounds, inputs)
+
+
+def read_stops(criteria: StoppingCriteriaList) -> Stops:
+    """`criteria`, with those whose answer follows from a token's id or place taken out of the list."""
+    max_length, end_ids, others = math.inf, [], StoppingCriteriaList()
+    for criterion in criteria:
+        # Exact types: a subclass may answer otherwise. Beyond `max_position_embeddings` the criterion has a warning.
+        if type(criterion) is EosTokenCriteria:
+            end_ids += criterion.eos_token_id.flatten().tolist()
+        elif type(criterion) is MaxLengthCriteria and criterion.max_length <= (
+            criterion.max_position_embeddings or math.inf
+        ):
+            max_length = min(max_length, criterion.max_length)
+        else:
+            others.append(criterion)
+    return Stops(max_length, frozenset(end_ids), others)
 
 
 def check_given(input_ids, inputs, target) -> None:

@@ -2,7 +2,8 @@
 
 `VerifiableTarget` finds the text backbone, the input embedding and the output head of a loaded model, taps the hidden
 states the draft feeds on, runs prefill and the W-wide verify forwards, and takes rejected tokens out of the target's
-state again. Hooks are on the model only while a forward of ours runs, so it is left as it was, also after an exception.
+state again. Its hooks do nothing between our forwards and are gone once it is left, also by an exception: the model is
+as it was.
 
 Where models and versions of transformers differ in how a forward is called, the difference is in this file: the name of
 the cache argument, the field the cache comes back in, and which module of a wrapper is the text backbone.
@@ -18,6 +19,7 @@ import inspect
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -31,6 +33,15 @@ class TargetOutput:
 
     logits: torch.Tensor
     features: torch.Tensor | None
+
+
+@dataclass
+class TargetTrace:
+    """What distillation needs of whole texts: `features` `[B, P, T * H]` and `hidden` `[B, P, H]`, which the output
+    head turns into the logits of any position."""
+
+    features: torch.Tensor
+    hidden: torch.Tensor
 
 
 class VerifiableTarget:
@@ -59,7 +70,7 @@ class VerifiableTarget:
         self._head_like: torch.Tensor | None = None  # empty, of the dtype and device the target hands to its head
         self._checked = False
 
-    @property
+    @cached_property  # every round asks, and a model looks through its parameters each time
     def device(self) -> torch.device:
         """Where token ids go. An offloaded model reports `meta`; then it is where accelerate runs its modules."""
         if self.model.device.type != "meta":
@@ -87,6 +98,8 @@ class VerifiableTarget:
         return self
 
     def __exit__(self, *exception) -> None:
+        if self.state is not None:
+            self.state.close()
         self.cache = self.state = None
         self.length = 0
 
@@ -125,16 +138,42 @@ class VerifiableTarget:
         self.length -= width - kept
         self.state.roll_back(self.length, kept, width)
 
+    @torch.no_grad()
+    def observe(self, input_ids: torch.Tensor) -> TargetTrace:
+        """Process whole texts `[B, P]` at once, without a cache, through the taps the loop reads.
+
+        Pad on the right: what comes after a position changes nothing before it.
+        """
+        input_ids = input_ids.to(self.device)
+        mask = torch.ones_like(input_ids)
+        _, hidden, features = self._tapped_forward(1, input_ids=input_ids, attention_mask=mask, use_cache=False)
+        return TargetTrace(features, hidden)
+
     def _forward(self, input_ids: torch.Tensor, rows: int, **inputs) -> TargetOutput:
         input_ids = input_ids.to(self.device)
         # The released Kimi K3 needs the mask over past and new positions spelled out in cached forwards.
         attention_mask = input_ids.new_ones(input_ids.shape[0], self.length + input_ids.shape[1])
         cache = {} if self.cache is None else {self.cache_argument: self.cache}
+        output, hidden, features = self._tapped_forward(
+            rows, input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **cache, **inputs
+        )
+        self.cache = next((output[name] for name in ("cache", "past_key_values") if name in output), None)
+        if self.cache is None:
+            raise ValueError(
+                f"The target ({type(self.model).__name__}) returned no cache from a forward with `use_cache=True`, so "
+                "it cannot go on from what it has processed. This target is not supported on this transformers version."
+            )
+        self.length += hidden.shape[1]
+        return TargetOutput(output.logits, features)
+
+    def _tapped_forward(self, rows: int, **arguments) -> tuple:
+        """Call the model with its hooks on: its output, with the logits of the last `rows` positions; what its head
+        would have read, `[B, P, H]`; and the features `[B, P, T * H]` (None without taps)."""
         taps: dict[int, torch.Tensor] = {}
-        widths: list[int] = []
+        head_inputs: list[torch.Tensor] = []
 
         def keep_needed_rows(hidden: torch.Tensor) -> torch.Tensor:
-            widths.append(hidden.shape[1])
+            head_inputs.append(hidden)
             self._head_like = hidden.new_empty(0)
             return hidden[:, -rows:]
 
@@ -142,24 +181,15 @@ class VerifiableTarget:
             _hook_before(hooks, self.lm_head, keep_needed_rows)
             for tap_id, norm in self.tapped_norms.items():
                 _hook_before(hooks, norm, lambda hidden, tap_id=tap_id: taps.update({tap_id: hidden}))
-            output = self.model(
-                input_ids=input_ids, attention_mask=attention_mask, use_cache=True, return_dict=True, **cache, **inputs
-            )
-        if len(widths) != 1 or len(taps) != len(self.tap_ids):
+            output = self.model(return_dict=True, **arguments)
+        if len(head_inputs) != 1 or len(taps) != len(self.tap_ids):
             raise ValueError(
-                f"The target's forward called `lm_head` {len(widths)} times instead of once, or not all norms after "
-                f"layers {list(self.tap_ids)} as modules (seen: {sorted(taps)}), so it cannot be tapped. "
+                f"The target's forward called `lm_head` {len(head_inputs)} times instead of once, or not all norms "
+                f"after layers {list(self.tap_ids)} as modules (seen: {sorted(taps)}), so it cannot be tapped. "
                 "This target is not supported."
             )
-        self.cache = next((output[name] for name in ("cache", "past_key_values") if name in output), None)
-        if self.cache is None:
-            raise ValueError(
-                f"The target ({type(self.model).__name__}) returned no cache from a forward with `use_cache=True`, so "
-                "it cannot go on from what it has processed. This target is not supported on this transformers version."
-            )
-        self.length += widths[0]
         features = [taps[tap_id].to(self.device) for tap_id in self.tap_ids]
-        return TargetOutput(output.logits, torch.cat(features, dim=-1) if features else None)
+        return output, head_inputs[0], torch.cat(features, dim=-1) if features else None
 
     def _rehearse(self) -> None:
         """Replay on a scratch cache, so that a layer of unknown structure is refused before any token is made.
@@ -168,13 +198,13 @@ class VerifiableTarget:
         one before was taken up. The tokens differ, because states of a repeated token may agree by accident.
         """
         tokens = torch.arange(8, device=self.device)[None] % self.config.vocab_size
-        scratch = VerifiableTarget(self.model)
-        scratch._checked = True  # no rehearsal of the rehearsal
-        scratch.prefill(tokens[:, 3:])
-        for width in (2, 8):
-            scratch._checked = False
-            scratch.verify(tokens[:, :width])
-            scratch.commit(width, width)
+        with VerifiableTarget(self.model) as scratch:
+            scratch._checked = True  # no rehearsal of the rehearsal
+            scratch.prefill(tokens[:, 3:])
+            for width in (2, 8):
+                scratch._checked = False
+                scratch.verify(tokens[:, :width])
+                scratch.commit(width, width)
         self._checked = True
 
     def _norm_after(self, tap_id: int) -> nn.Module:

@@ -8,11 +8,13 @@ the recurrence alone is run again over the tokens that stay. No projection, no e
 Three questions, one class each: where a cache keeps its tensors (`ListStore`, `LayerStore`), how a layer's recurrence
 is replayed (`ReleasedDeltaReplay`, `NativeDeltaReplay`, `LayerReplay`), and the whole target's state (`TargetState`).
 
-Shapes: B batch, W verify width, N kept tokens, H heads, K key and V value channels of a head, D = H * K, L conv window.
+Shapes: B batch, W verify width, N kept tokens, R layers replayed together, H heads, K key and V value channels of a
+head, D = H * K, L conv window.
 """
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +29,8 @@ CUTTABLE_LAYERS = ("DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFu
 # How far a replayed state may lie from the model's own, relative to its largest entry: rounding, not another formula.
 REPLAY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-3}
 LOW_PRECISION_TOLERANCE = 5e-2
+
+LAYERS_AT_ONCE = 8  # replayed in one go: few enough that the copies of their states stay small beside the whole state
 
 
 @dataclass
@@ -132,13 +136,19 @@ def delta_rule_state(
     Args: state `[B, H, K, V]`, key `[B, N, H, K]` before its L2 norm, value `[B, N, H, V]`, log_decay `[B, N, H, K]`,
     beta `[B, N, H]`. Returns the state after N tokens, `[B, H, K, V]` float32.
     """
-    key, value, log_decay, beta, state = (t.float() for t in (key, value, log_decay, beta, state))
+    batch, heads = state.shape[:2]
+    key, value, decay, beta = (  # [B * H, N, *]
+        t.float().transpose(1, 2).flatten(0, 1) for t in (key, value, log_decay.float().exp(), beta.unsqueeze(-1))
+    )
     key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
-    for k, v, g, b in zip(key.unbind(1), value.unbind(1), log_decay.unbind(1), beta.unbind(1)):
-        state = state * g.exp().unsqueeze(-1)
-        error = v - torch.einsum("bhk,bhkv->bhv", k, state)
-        state = state + torch.einsum("bhk,bhv->bhkv", b.unsqueeze(-1) * k, error)
-    return state
+    write = beta * key
+    state = state.float().flatten(0, 1)
+    columns = (decay.unsqueeze(3), write.unsqueeze(3))  # [B * H, N, K, 1]
+    rows = (key.unsqueeze(2), value.unsqueeze(2))  # [B * H, N, 1, *]
+    for d, w, k, v in zip(*(t.unbind(1) for t in columns + rows)):
+        state = state * d
+        state.addcmul_(w, torch.baddbmm(v, k, state, alpha=-1))
+    return state.unflatten(0, (batch, heads))
 
 
 class Replay(ABC):
@@ -148,61 +158,107 @@ class Replay(ABC):
         self.name = name
 
     @abstractmethod
-    def attach(self, hooks: ExitStack) -> None:
-        """Add hooks that catch what `replay` needs; closing `hooks` takes them off."""
+    def attach(self, add_hook: Callable) -> None:
+        """Hook what `replay` needs to catch: `add_hook(module, hook)`, with the arguments of a forward hook with
+        kwargs."""
 
     def snapshot(self, state: RecurrentState) -> RecurrentState:
         """A copy of the layer's state that no forward will write to."""
         return state.clone()
 
+    @property
     @abstractmethod
-    def replay(self, before: RecurrentState, kept: int) -> RecurrentState:
-        """The state after the first `kept` tokens of the caught forward, from the state `before` it."""
+    def family(self) -> tuple:
+        """Layers of one family whose states agree in shape, dtype and device can be replayed together."""
 
+    @staticmethod
+    @abstractmethod
+    def replay(replays: list["Replay"], before: list[RecurrentState], kept: int) -> list[RecurrentState]:
+        """For layers of one family, the states after the first `kept` tokens of the caught forward, from the states
+        `before` it."""
+
+    @classmethod
     def compare(
-        self, before: RecurrentState, own: RecurrentState, width: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of tensors that agree if a replay of the whole forward does what the target did: replayed, `own`."""
-        return _pair_up(self.replay(before, width), own)
+        cls, replays: list["Replay"], before: list[RecurrentState], own: list[RecurrentState], width: int
+    ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """For each layer, pairs of tensors that agree if a replay of the whole forward does what the target did:
+        replayed, `own`."""
+        return [_pair_up(mine, theirs) for mine, theirs in zip(cls.replay(replays, before, width), own)]
 
 
-class ReleasedDeltaReplay(Replay):
-    """KDA of the released remote code: three short convolutions, a state stored transposed `[B, H, V, K]`."""
+class DeltaReplay(Replay):
+    """A KDA layer. Many are replayed together: the work is small, and what costs is each operation."""
 
-    NEEDED = ("q_conv1d", "k_conv1d", "v_conv1d", "f_b_proj", "b_proj", "A_log", "dt_bias")
-
-    def __init__(self, mixer: nn.Module, name: str, lower_bound: float | None):
+    def __init__(self, mixer: nn.Module, name: str):
         super().__init__(name)
         self.mixer = mixer
-        self.lower_bound = lower_bound
         self.caught: dict[str, torch.Tensor] = {}
 
-    def attach(self, hooks: ExitStack) -> None:
-        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-            _add_hook(hooks, getattr(self.mixer, name), self._catch_convolution(name))
-        _add_hook(hooks, self.mixer.f_b_proj, self._catch_decay)
-        _add_hook(hooks, self.mixer.b_proj, self._catch_beta)
+    @property
+    def family(self) -> tuple:
+        return (type(self),)
+
+    def _catch(self, name: str):
+        def hook(module, args, kwargs, output):
+            self.caught[name] = output
+
+        return hook
+
+
+class ReleasedDeltaReplay(DeltaReplay):
+    """KDA of the released remote code: three short convolutions, a state stored transposed `[B, H, V, K]`."""
+
+    CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+    NEEDED = (*CONVOLUTIONS, "f_b_proj", "b_proj", "A_log", "dt_bias")
+
+    def __init__(self, mixer: nn.Module, name: str, lower_bound: float | None):
+        super().__init__(mixer, name)
+        self.lower_bound = lower_bound
+
+    def attach(self, add_hook: Callable) -> None:
+        for name in self.CONVOLUTIONS:
+            add_hook(getattr(self.mixer, name), self._catch_convolution(name))
+        add_hook(self.mixer.f_b_proj, self._catch_gate)
+        add_hook(self.mixer.b_proj, self._catch("b_proj"))
 
     def snapshot(self, state: RecurrentState) -> RecurrentState:
         # The released class replaces its recurrent state on every forward, so the old tensor survives by itself;
         # windows are small and may be written in place.
         return RecurrentState(tuple(window.clone() for window in state.conv), state.recurrent)
 
-    def replay(self, before: RecurrentState, kept: int) -> RecurrentState:
-        caught = {name: tensor[:, :kept] for name, tensor in self.caught.items()}
-        windows = tuple(
-            _slide_window(window, caught[f"{name} input"].transpose(1, 2))
-            for window, name in zip(before.conv, ("q_conv1d", "k_conv1d", "v_conv1d"))
-        )
-        heads = (caught["beta"].shape[-1], -1)
+    @property
+    def family(self) -> tuple:
+        return (type(self), self.lower_bound)
+
+    @staticmethod
+    def replay(replays: list["ReleasedDeltaReplay"], before: list[RecurrentState], kept: int) -> list[RecurrentState]:
+        def gather(name):  # [R * B, N, H, *]
+            rows = torch.cat([replay.caught[name] for replay in replays])[:, :kept]
+            return rows.unflatten(-1, (replays[0].caught["b_proj"].shape[-1], -1))
+
         state = delta_rule_state(
-            before.recurrent[0].transpose(-1, -2),
-            caught["k_conv1d output"].unflatten(-1, heads),
-            caught["v_conv1d output"].unflatten(-1, heads),
-            caught["decay"],
-            caught["beta"],
+            torch.cat([state.recurrent[0] for state in before]).transpose(-1, -2),
+            gather("k_conv1d output"),
+            gather("v_conv1d output"),
+            ReleasedDeltaReplay._log_decay(replays, gather("f_b_proj")),
+            gather("b_proj").squeeze(-1).float().sigmoid(),
         )
-        return RecurrentState(windows, (state.transpose(-1, -2).contiguous(),))
+        raw = [replay.caught[f"{name} input"] for replay in replays for name in ReleasedDeltaReplay.CONVOLUTIONS]
+        windows = _slide_windows([window for state in before for window in state.conv], raw, kept)
+        states = state.transpose(-1, -2).contiguous().chunk(len(replays))
+        return [RecurrentState(windows[3 * i : 3 * i + 3], (state,)) for i, state in enumerate(states)]
+
+    @staticmethod
+    def _log_decay(replays: list["ReleasedDeltaReplay"], raw: torch.Tensor) -> torch.Tensor:
+        """From the gates' projections `[R * B, N, H, K]` to log decays of the same shape, float32."""
+        rate, bias = (
+            torch.stack([replay.caught[name].flatten() for replay in replays]).float().view(-1, 1, 1, raw.shape[2], n)
+            for name, n in (("A_log", 1), ("dt_bias", raw.shape[3]))
+        )
+        rate, raw = rate.exp(), raw.float().unflatten(0, (len(replays), -1)) + bias
+        bound = replays[0].lower_bound
+        decay = -rate * F.softplus(raw) if bound is None else bound * torch.sigmoid(rate * raw)
+        return decay.flatten(0, 1)
 
     def _catch_convolution(self, name: str):
         def hook(module, args, kwargs, output):
@@ -211,53 +267,61 @@ class ReleasedDeltaReplay(Replay):
 
         return hook
 
-    def _catch_decay(self, module, args, kwargs, output):
-        # Computed here and not at replay: inside the layer's forward its own parameters are in place even when
+    def _catch_gate(self, module, args, kwargs, output):
+        # The parameters are fetched here and not at replay: inside the layer's forward they are in place even when
         # offloaded.
-        raw = (output.float() + self.mixer.dt_bias.float()).unflatten(-1, (self.mixer.A_log.numel(), -1))
-        rate = self.mixer.A_log.float().exp().view(-1, 1)
-        bound = self.lower_bound
-        self.caught["decay"] = -rate * F.softplus(raw) if bound is None else bound * torch.sigmoid(rate * raw)
-
-    def _catch_beta(self, module, args, kwargs, output):
-        self.caught["beta"] = output.float().sigmoid()
+        self.caught["f_b_proj"] = output
+        self.caught["dt_bias"], self.caught["A_log"] = self.mixer.dt_bias.detach(), self.mixer.A_log.detach()
 
 
-class NativeDeltaReplay(Replay):
+class NativeDeltaReplay(DeltaReplay):
     """KDA of transformers' own Kimi Linear: one convolution over q, k and v side by side, a state `[B, H, K, V]`."""
 
-    NEEDED = ("q_proj", "k_proj", "v_proj", "forget_gate", "b_proj", "conv1d")
+    INPUTS = ("q_proj", "k_proj", "v_proj")
+    NEEDED = (*INPUTS, "forget_gate", "b_proj", "conv1d")
 
-    def __init__(self, mixer: nn.Module, name: str):
-        super().__init__(name)
-        self.mixer = mixer
-        self.caught: dict[str, torch.Tensor] = {}
+    def attach(self, add_hook: Callable) -> None:
+        for name in (*self.INPUTS, "b_proj"):
+            add_hook(getattr(self.mixer, name), self._catch(name))
+        add_hook(self.mixer.forget_gate, self._catch_gate)
 
-    def attach(self, hooks: ExitStack) -> None:
-        for name in ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate"):
-            _add_hook(hooks, getattr(self.mixer, name), self._catch(name))
+    @staticmethod
+    def replay(replays: list["NativeDeltaReplay"], before: list[RecurrentState], kept: int) -> list[RecurrentState]:
+        def gather(name):  # [R * B, N, *]
+            return torch.cat([replay.caught[name] for replay in replays])[:, :kept]
 
-    def replay(self, before: RecurrentState, kept: int) -> RecurrentState:
-        caught = {name: self.caught[name][:, :kept] for name in ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate")}
-        raw = torch.cat([caught["q_proj"], caught["k_proj"], caught["v_proj"]], dim=-1).transpose(1, 2)
-        weight = self.caught["conv1d weight"].to(raw.device)
-        seen = torch.cat([before.conv[0], raw], dim=-1)[..., -(kept + weight.shape[-1] - 1) :]
-        mixed = F.silu(F.conv1d(seen.to(weight.dtype), weight, groups=weight.shape[0])).to(raw.dtype).transpose(1, 2)
-        _, key, value = mixed.chunk(3, dim=-1)
-        heads = (caught["b_proj"].shape[-1], -1)
-        beta = torch.sigmoid(caught["b_proj"])
+        raw = [torch.cat([replay.caught[name] for name in NativeDeltaReplay.INPUTS], dim=-1) for replay in replays]
+        windows = [state.conv[0] for state in before]
+        key, value = NativeDeltaReplay._convolve(replays, windows, raw, kept)
+        beta = torch.sigmoid(gather("b_proj"))
+        heads = (beta.shape[-1], -1)
         state = delta_rule_state(
-            before.recurrent[0], key.unflatten(-1, heads), value.unflatten(-1, heads), caught["forget_gate"], beta
+            torch.cat([state.recurrent[0] for state in before]),
+            key.unflatten(-1, heads),
+            value.unflatten(-1, heads),
+            gather("forget_gate"),
+            beta,
         )
-        return RecurrentState((_slide_window(before.conv[0], raw),), (state,))
+        slid = _slide_windows(windows, raw, kept)
+        return [RecurrentState((window,), (state,)) for window, state in zip(slid, state.chunk(len(replays)))]
 
-    def _catch(self, name: str):
-        def hook(module, args, kwargs, output):
-            self.caught[name] = output
-            if name == "forget_gate":  # inside the layer's forward, where an offloaded weight is in place
-                self.caught["conv1d weight"] = self.mixer.conv1d.weight.detach()
+    @staticmethod
+    def _convolve(
+        replays: list["NativeDeltaReplay"], windows: list[torch.Tensor], raw: list[torch.Tensor], kept: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first `kept` tokens, `[R * B, N, D]` each, with all layers' channels side by side."""
+        weight = torch.cat([replay.caught["conv1d weight"] for replay in replays]).to(raw[0].device)
+        inputs = torch.cat(raw, dim=-1)[:, :kept].transpose(1, 2)
+        seen = torch.cat([torch.cat(windows, dim=1), inputs], dim=-1)[..., -(kept + weight.shape[-1] - 1) :]
+        mixed = F.silu(F.conv1d(seen.to(weight.dtype), weight, groups=weight.shape[0])).to(inputs.dtype)
+        layers = mixed.chunk(len(replays), dim=1)
+        _, key, value = torch.cat(layers).transpose(1, 2).chunk(3, dim=-1)
+        return key, value
 
-        return hook
+    def _catch_gate(self, module, args, kwargs, output):
+        self.caught["forget_gate"] = output
+        # Inside the layer's forward, where an offloaded weight is in place.
+        self.caught["conv1d weight"] = self.mixer.conv1d.weight.detach()
 
 
 class LayerReplay(Replay):
@@ -274,20 +338,31 @@ class LayerReplay(Replay):
         self.index = index
         self.call = None  # the layer, its arguments and its output in the verify forward
 
-    def attach(self, hooks: ExitStack) -> None:
+    def attach(self, add_hook: Callable) -> None:
         for child in self.decoder_layer.children():
-            _add_hook(hooks, child, self._catch)
+            add_hook(child, self._catch)
 
-    def replay(self, before: RecurrentState, kept: int) -> RecurrentState:
-        self._step_through(before, kept)
-        return self.store.read(self.index)
+    @property
+    def family(self) -> tuple:
+        return (type(self), self.index)
 
+    @staticmethod
+    def replay(replays: list["LayerReplay"], before: list[RecurrentState], kept: int) -> list[RecurrentState]:
+        for replay, state in zip(replays, before):
+            replay._step_through(state, kept)
+        return [replay.store.read(replay.index) for replay in replays]
+
+    @classmethod
     def compare(
-        self, before: RecurrentState, own: RecurrentState, width: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        cls, replays: list["LayerReplay"], before: list[RecurrentState], own: list[RecurrentState], width: int
+    ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         # A wide forward that forgets what came before need not show in the state, so the outputs are compared too.
-        outputs = self._step_through(before, width)
-        return [(outputs, _hidden_states(self.call[3])), *_pair_up(self.store.read(self.index), own)]
+        pairs = []
+        for replay, state, theirs in zip(replays, before, own):
+            outputs = replay._step_through(state, width)
+            mine = replay.store.read(replay.index)
+            pairs.append([(outputs, _hidden_states(replay.call[3])), *_pair_up(mine, theirs)])
+        return pairs
 
     def _step_through(self, before: RecurrentState, kept: int) -> torch.Tensor:
         if self.call is None:
@@ -321,7 +396,9 @@ class TargetState:
     def __init__(self, cache, layers: nn.ModuleList, config):
         self.store = open_store(cache)
         self.replays = {i: find_replay(layers[i], i, self.store, config) for i in self.store.recurrent_layers}
+        self.groups = self._find_groups()
         self.before: dict[int, RecurrentState] = {}
+        self._hooks, self._hooked, self._recording = ExitStack(), False, False
 
     @property
     def has_unknown_layers(self) -> bool:
@@ -331,21 +408,41 @@ class TargetState:
     def recording(self):
         """Around a verify forward: keep every recurrent state as it is before, and catch what the recurrences are fed.
 
-        The hooks are on for this one forward, so that nothing else that runs the model disturbs what was caught.
+        Hooks are added at the first forward and stay until `close`: to add and remove them takes longer than to do
+        without them in between.
         """
         self.before = {index: replay.snapshot(self.store.read(index)) for index, replay in self.replays.items()}
-        with ExitStack() as hooks:
+        if not self._hooked:
+            self._hooked = True
             for replay in self.replays.values():
-                replay.attach(hooks)
+                replay.attach(self._add_hook)
+        self._recording = True
+        try:
             yield
+        finally:
+            self._recording = False
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        self._hooks.close()
+
+    def _add_hook(self, module: nn.Module, hook: Callable) -> None:
+        owner = threading.get_ident()
+
+        def while_recording(*arguments):  # others may run the model between our forwards, and in their threads
+            return hook(*arguments) if self._recording and threading.get_ident() == owner else None
+
+        self._hooks.callback(module.register_forward_hook(while_recording, with_kwargs=True).remove)
 
     def roll_back(self, length: int, kept: int, width: int) -> None:
         """Leave the state as if the verify forward had been `kept` wide instead of `width`, `length` positions in
         all."""
         if kept < width:
             self.store.cut(length)
-            for index, replay in self.replays.items():
-                self.store.write(index, replay.replay(self.before[index], kept))
+            for group in self.groups:
+                replays, before = [self.replays[i] for i in group], [self.before[i] for i in group]
+                for index, state in zip(group, replays[0].replay(replays, before, kept)):
+                    self.store.write(index, state)
         self.before = {}
 
     def check_replay(self, width: int) -> None:
@@ -354,19 +451,30 @@ class TargetState:
         Raises ValueError, naming the layer, if they differ: then this package does not know the layer's recurrence, and
         going on would give wrong tokens.
         """
+        for group in self.groups:
+            replays, before = [self.replays[i] for i in group], [self.before[i] for i in group]
+            own = [self.store.read(i).clone() for i in group]
+            for replay, state, pairs in zip(replays, own, replays[0].compare(replays, before, own, width)):
+                tensors = state.conv + state.recurrent
+                tolerance = max(REPLAY_TOLERANCE.get(t.dtype, LOW_PRECISION_TOLERANCE) for t in tensors)
+                for mine, theirs in pairs:
+                    if not _agree(mine, theirs, tolerance):
+                        raise ValueError(_disagreement(replay, mine, theirs, width))
+            for index, state in zip(group, own):
+                self.store.write(index, state)
+
+    def _find_groups(self) -> list[list[int]]:
+        """The recurrent layers, in groups of up to LAYERS_AT_ONCE that can be replayed together."""
+        alike: dict[tuple, list[int]] = {}
         for index, replay in self.replays.items():
-            own = self.store.read(index).clone()
-            tolerance = max(REPLAY_TOLERANCE.get(t.dtype, LOW_PRECISION_TOLERANCE) for t in own.conv + own.recurrent)
-            for mine, theirs in replay.compare(self.before[index], own, width):
-                if not _agree(mine, theirs, tolerance):
-                    raise ValueError(
-                        f"The recurrent state of the target's `{replay.name}` cannot be rolled back: replaying {width} "
-                        f"tokens ({type(replay).__name__}) ends up to {(mine - theirs).abs().max().item():.3g} away "
-                        "from the state the target itself arrived at. Either the layer's recurrence is not the one "
-                        "this package knows, or its multi-token forward ignores the cached state. This target is not "
-                        "supported on this version of transformers."
-                    )
-            self.store.write(index, own)
+            state = self.store.read(index)
+            tensors = tuple((t.shape, t.dtype, t.device) for t in state.conv + state.recurrent)
+            alike.setdefault((replay.family, tensors), []).append(index)
+        return [
+            same[start : start + LAYERS_AT_ONCE]
+            for same in alike.values()
+            for start in range(0, len(same), LAYERS_AT_ONCE)
+        ]
 
 
 def find_replay(decoder_layer: nn.Module, index: int, store, config):
@@ -392,9 +500,12 @@ def _gate_lower_bound(mixer: nn.Module, config) -> float | None:
     return next((bound for bound in (*holders, getattr(config, "gate_lower_bound", None)) if bound is not None), None)
 
 
-def _slide_window(window: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-    """The last L columns of `window` `[B, D, L]` followed by `raw` `[B, D, N]`."""
-    return torch.cat([window, raw.to(window.dtype)], dim=-1)[..., -window.shape[-1] :].contiguous()
+def _slide_windows(windows: list[torch.Tensor], raw: list[torch.Tensor], kept: int) -> tuple[torch.Tensor, ...]:
+    """For each layer the last L columns of its window `[B, D, L]` followed by the first `kept` rows of raw
+    `[B, W, D]`."""
+    held, new = torch.cat(windows, dim=1), torch.cat(raw, dim=-1)[:, :kept].transpose(1, 2)
+    slid = torch.cat([held, new.to(held.dtype)], dim=-1)[..., -held.shape[-1] :].contiguous()
+    return slid.split([window.shape[1] for window in windows], dim=1)
 
 
 def _take_token(value, token: int, width: int):
@@ -420,13 +531,13 @@ def _hidden_states(output) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _add_hook(hooks: ExitStack, module: nn.Module, hook) -> None:
-    owner = threading.get_ident()
-
-    def own_forward(*arguments):
-        return hook(*arguments) if threading.get_ident() == owner else None  # others may run the model in their threads
-
-    hooks.callback(module.register_forward_hook(own_forward, with_kwargs=True).remove)
+def _disagreement(replay: Replay, mine: torch.Tensor, theirs: torch.Tensor, width: int) -> str:
+    return (
+        f"The recurrent state of the target's `{replay.name}` cannot be rolled back: replaying {width} tokens "
+        f"({type(replay).__name__}) ends up to {(mine - theirs).abs().max().item():.3g} away from the state the target "
+        "itself arrived at. Either the layer's recurrence is not the one this package knows, or its multi-token "
+        "forward ignores the cached state. This target is not supported on this version of transformers."
+    )
 
 
 def _agree(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:

@@ -18,8 +18,9 @@ from conftest import (
     tensors_of,
 )
 from dspark.generation_dspark import accept_greedy, accept_sampled
-from dspark.request_dspark import HONOURED_FIELDS, INERT_FIELDS
+from dspark.request_dspark import HONOURED_FIELDS, INERT_FIELDS, read_stops
 from dspark.target_kimi_k3 import VerifiableTarget, locate_text_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 DICT = {"return_dict_in_generate": True}
@@ -410,6 +411,39 @@ def test_custom_stopping_criterion_sees_every_token():
     assert torch.equal(output, text[:, :19]) and lengths == list(range(7, 20))
 
 
+def test_transformers_own_criteria_are_read_and_all_others_asked():
+    class OtherEnd(transformers.EosTokenCriteria):
+        pass
+
+    ends = [transformers.EosTokenCriteria([3, 5]), transformers.EosTokenCriteria(torch.tensor(8))]
+    lengths = [transformers.MaxLengthCriteria(40), transformers.MaxLengthCriteria(30, max_position_embeddings=64)]
+    # The first warns at 64 tokens, before it stops.
+    asked = [transformers.MaxLengthCriteria(90, max_position_embeddings=64), OtherEnd(9)]
+    stops = read_stops(StoppingCriteriaList(ends + asked + lengths))
+    assert (stops.max_length, stops.end_ids, list(stops.criteria)) == (30, {3, 5, 8}, asked)
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 0}])
+def test_rounds_read_no_single_value_from_the_device(sampling):
+    """Each such read has the host wait. A round's tokens are fetched by one `tolist`, which is not counted here."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    target, prompt = make_target("text"), random_ids(6)
+    counts = []
+    for length in (9, 40):
+        draft = make_scripted_draft(target, follow(plain_greedy(target, prompt, length), lambda: 2))
+        with Reads() as reads:
+            output = draft.generate(prompt, target=target, max_new_tokens=length, **sampling, **DICT)
+        counts.append((output.num_target_forwards, reads.count))
+    assert counts[0][0] < counts[1][0] and counts[0][1] == counts[1][1]
+
+
 def test_default_length_and_stop_come_from_the_targets_generation_config():
     target, prompt = make_target("qwen3"), random_ids(6)
     draft = make_draft(target)
@@ -450,6 +484,53 @@ def test_acceptance_figures_of_a_scripted_run():
     torch.testing.assert_close(output.acc_len, torch.tensor([13 / 3]))
     torch.testing.assert_close(output.tokens_per_round, torch.tensor([13 / 3]))
     assert isinstance(output.num_target_forwards, int)
+
+
+def test_rounds_say_what_every_round_did():
+    """Accepted 2, 0, 7 and 5, the last one cut to two tokens by the budget; positions, drafts and tokens by hand."""
+    target, prompt = make_target("text"), random_ids(6)
+    text = plain_greedy(target, prompt, 40)
+    script = follow(text, iter([2, 0, 7, 5]).__next__)
+    proposed = []
+    draft = make_scripted_draft(target, lambda prefix_ids: proposed.append(script(prefix_ids)) or proposed[-1])
+    output = draft.generate(prompt, target=target, max_new_tokens=15, do_sample=False, output_rounds=True, **DICT)
+    rounds = output.rounds
+    assert [step.accepted for step in rounds] == [2, 0, 7, 5]
+    assert [step.position for step in rounds] == [6, 9, 10, 18]
+    assert [step.tokens.shape for step in rounds] == [(1, 3), (1, 1), (1, 8), (1, 2)]
+    assert [step.draft_tokens.tolist() for step in rounds] == [[tokens] for tokens in proposed]
+    assert torch.equal(torch.cat([text[:, :7], *(step.tokens for step in rounds)], dim=1), output.sequences)
+    for step in rounds:
+        following = output.sequences[:, step.position + 1 :][:, : step.tokens.shape[1]]
+        assert torch.equal(step.tokens, following)
+    histogram = torch.bincount(torch.tensor([step.accepted for step in rounds]), minlength=8)
+    assert torch.equal(histogram[None], output.acceptance_histogram)
+
+
+def test_rounds_hold_the_confidence_of_the_block_that_was_drafted(kind):
+    target, prompt = make_target(kind), random_ids(6)
+    draft = make_draft(target)
+    blocks, draw = [], draft.draft_block
+    draft.draft_block = lambda *args, **kwargs: blocks.append(draw(*args, **kwargs)) or blocks[-1]
+    options = {"max_new_tokens": 12, "do_sample": True, "output_rounds": True}
+    output = draft.generate(prompt, target=target, **options, **DICT)
+    assert len(output.rounds) == len(blocks) > 1
+    for step, block in zip(output.rounds, blocks):
+        assert step.confidence.shape == (1, 7) and step.confidence.dtype == torch.float32
+        assert torch.equal(step.confidence, block.confidence) and torch.equal(step.draft_tokens, block.tokens)
+    assert len({tuple(step.confidence[0].tolist()) for step in output.rounds}) == len(blocks)
+
+
+def test_rounds_are_given_only_when_asked_for():
+    target, prompt = make_target("qwen3"), random_ids(6)
+    draft = make_draft(target, enable_confidence_head=False)
+    options = {"target": target, "max_new_tokens": 9, "do_sample": False}
+    assert draft.generate(prompt, **options, **DICT).rounds is None
+    assert isinstance(draft.generate(prompt, **options, output_rounds=True), torch.Tensor)
+    output = draft.generate(prompt, **options, output_rounds=True, **DICT)
+    assert output.rounds and all(step.confidence is None for step in output.rounds)
+    options["max_new_tokens"] = 1
+    assert draft.generate(prompt, **options, output_rounds=True, **DICT).rounds == ()
 
 
 # Refusals, and the target left as it was
@@ -543,6 +624,8 @@ def test_every_field_of_generation_config_is_honoured_inert_or_refused():
         ("prefill_chunk_size.*0", {"prefill_chunk_size": 0}),
         ("forced_eos_token_id.*99", {"forced_eos_token_id": 99}),
         ("suppress_tokens.*99", {"suppress_tokens": [1, 99]}),
+        ("output_rounds.*'yes'", {"output_rounds": "yes", **DICT}),
+        ("output_rounds.*None", {"output_rounds": None}),
     ],
 )
 def test_bad_arguments_are_refused_by_name(message, arguments):
