@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import TINY_DRAFT, TINY_TARGET, encode_prompt, load_draft, load_target, plain_greedy
+from common import TINY_TARGET, encode_prompt, load_draft, load_target, plain_greedy
 from transformers import TextStreamer
 
 PROMPT = "import os\n"
@@ -20,9 +20,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--target", default=TINY_TARGET, help="target model, a folder or a Hub id (default: the tiny Kimi K3)"
     )
-    parser.add_argument(
-        "--draft", help="DSpark draft, a folder or a Hub id (default: the one in examples/, or an untrained one)"
-    )
+    parser.add_argument("--draft", help="DSpark draft, a folder or a Hub id (default: the tiny Kimi K3's)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue, or the user's turn where the tokenizer has a chat template")
     source.add_argument("--prompt-file", type=Path, help="read the prompt from a UTF-8 file")
@@ -55,9 +53,6 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     target, tokenizer = load_target(arguments.target)
     draft = load_draft(arguments.draft, target)
-    if arguments.draft is None and not TINY_DRAFT.exists():
-        print("No trained draft in examples/: this one is untrained, so its tokens are hardly ever accepted.\n")
-
     input_ids = encode_prompt(tokenizer, read_prompt(arguments)).to(target.device)
     sampling = {"do_sample": arguments.temperature > 0}
     if arguments.temperature:

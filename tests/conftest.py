@@ -4,13 +4,19 @@ decoding.
 The oracle for losslessness is `plain_greedy`: the target alone, one token a forward, and the argmax of its logits.
 """
 
+import atexit
 import dataclasses
 import os
+import shutil
 import sys
+import tempfile
 import types
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Two test processes must not copy remote code into one folder at the same time.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="dspark-modules-")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 import pytest
 import torch

@@ -1,0 +1,1 @@
+../../target_kimi_k3.py

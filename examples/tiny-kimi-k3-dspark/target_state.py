@@ -1,0 +1,1 @@
+../../target_state.py
