@@ -33,8 +33,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if min(arguments.anchors, *arguments.chunks) < 1 or arguments.length < arguments.anchors + 2:
         parser.error(
-            f"--anchors {arguments.anchors}, --chunks {arguments.chunks}, --length {arguments.length}: expected 1 anchor "
-            "or more, 1 or more a chunk, and a text longer than its anchors by 2"
+            f"--anchors {arguments.anchors}, --chunks {arguments.chunks}, --length {arguments.length}: expected "
+            "1 anchor or more, 1 or more a chunk, and a text longer than its anchors by 2"
         )
     return arguments
 

@@ -16,11 +16,12 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Two test processes must not copy remote code into one folder at the same time.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="dspark-modules-")
-atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 import pytest
 import torch
 import transformers
+
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 
