@@ -4,6 +4,8 @@ A draft is asked about text its target writes, so that is what it is trained on:
 greedily or by sampling, and only the continuation is supervised. The output has one JSON object a line, `input_ids` and
 `prompt_length`, in tokens rather than text: encoding the text again could cut it into other tokens.
 
+`--held-out OUT` writes prompts instead: passages of the files that the tiny Kimi K3 never saw, to measure on.
+
 Without arguments the tiny Kimi K3 of `examples/` continues passages of the files it was trained on (about 25 minutes on
 one core).
 """
@@ -20,6 +22,7 @@ from train_tiny_target import read, split_files
 
 TINY_TEXT = BUILD / "tiny-kimi-k3-text.jsonl"
 PASSAGE = 64  # tokens
+HELD_OUT_PASSAGES, HELD_OUT_SEED = 200, 1
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,6 +36,9 @@ def parse_arguments() -> argparse.Namespace:
         help="JSONL files whose lines hold `turns`, of which the first is taken (default: passages of Python)",
     )
     parser.add_argument("--out", type=Path, default=TINY_TEXT, help=f"default: {TINY_TEXT.relative_to(BUILD.parent)}")
+    parser.add_argument(
+        "--held-out", type=Path, metavar="OUT", help="write held-out prompts to this file and nothing else"
+    )
     parser.add_argument("--samples", type=int, default=7680, help="how many passages of Python (default: 7680)")
     parser.add_argument("--max-new-tokens", type=int, default=160, help="tokens a continuation (default: 160)")
     parser.add_argument(
@@ -61,6 +67,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     target, tokenizer = load_target(arguments.target)
+    if arguments.held_out is not None:
+        arguments.held_out.write_text(held_out_prompts(tokenizer), "utf-8")
+        return
     if arguments.prompts is None:
         prompts = passages(tokenizer, split_files()[0], arguments.samples, arguments.seed)
     else:
@@ -83,6 +92,13 @@ def regenerate(target, prompts: list[torch.Tensor], arguments: argparse.Namespac
                 out.write(json.dumps(row, separators=(",", ":")) + "\n")
             progress.update(len(batch))
     unfinished.replace(arguments.out)
+
+
+def held_out_prompts(tokenizer) -> str:
+    """JSONL of passages of the held-out files, as `scripts/evaluate.py` reads it."""
+    prompts = passages(tokenizer, split_files()[1], HELD_OUT_PASSAGES, HELD_OUT_SEED)
+    rows = [{"question_id": number, "turns": [tokenizer.decode(ids)]} for number, ids in enumerate(prompts)]
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def passages(tokenizer, files: list[Path], count: int, seed: int, length: int = PASSAGE) -> list[torch.Tensor]:

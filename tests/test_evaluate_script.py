@@ -477,15 +477,16 @@ def test_the_pair_that_ships_runs_by_default(tmp_path):
         sys.executable,
         ROOT / "scripts" / "evaluate.py",
         "--limit",
-        "2",
+        "6",
         "--max-new-tokens",
-        "24",
+        "48",
         "--json",
         out,
     ]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False, cwd="/")
     assert result.returncode == 0, result.stderr[-2000:]
     figures = json.loads(out.read_text("utf-8"))
-    assert figures["requests"] == 2 and 1.0 < figures["acc_len"] <= 8.0
-    assert f"| held_out_prompts |         2 |  {figures['acc_len']:.4f} |" in result.stdout
-    assert "2/2" in result.stderr and "2/2" not in result.stdout
+    # Over all 200 questions it is 4.45; these six, cut short, differ a little between versions.
+    assert figures["requests"] == 6 and 3.0 < figures["acc_len"] <= 8.0
+    assert f"| held_out_prompts |         6 |  {figures['acc_len']:.4f} |" in result.stdout
+    assert "6/6" in result.stderr and "6/6" not in result.stdout

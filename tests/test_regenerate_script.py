@@ -5,7 +5,7 @@ import json
 import pytest
 import regenerate
 import torch
-from common import TINY_TARGET, load_target, plain_greedy, stop_ids
+from common import TINY_TARGET, load_target, plain_greedy, read_prompts, stop_ids
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,17 @@ def test_batches_hold_one_length_each():
     prompts = [torch.full((length,), i) for i, length in enumerate([3, 2, 3, 3, 2])]
     batches = list(regenerate.batches_of_one_length(prompts, size=2))
     assert [batch[:, 0].tolist() for batch in batches] == [[1, 4], [0, 2], [3]]
+
+
+def test_held_out_prompts_come_from_files_the_target_never_saw(tmp_path, monkeypatch):
+    prompts = tmp_path / "prompts.jsonl"
+    monkeypatch.setattr("sys.argv", ["regenerate.py", "--held-out", str(prompts)])
+    regenerate.main()
+    questions = read_prompts(prompts)
+    assert len(questions) == regenerate.HELD_OUT_PASSAGES
+    held_out = "".join(regenerate.read(path) for path in regenerate.split_files()[1])
+    # A token may end in the middle of a letter that is written in several bytes.
+    assert sum(question["turns"][0] in held_out for question in questions) >= 0.95 * len(questions)
 
 
 def test_an_interrupted_run_leaves_no_file(run, tmp_path, monkeypatch):
