@@ -119,6 +119,8 @@ def main(command_line: list[str] | None = None) -> None:
     run = prepare(accelerator, arguments)
     first_step = resume(run) if arguments.resume else 0
     train(run, first_step)
+    accelerator.wait_for_everyone()  # a process that leaves while another still writes would take it down
+    accelerator.end_training()
 
 
 def prepare(accelerator: Accelerator, arguments: argparse.Namespace) -> Run:
