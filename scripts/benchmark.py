@@ -17,7 +17,6 @@ and then a Qwen3 toy beside transformers' prompt lookup (the first time the toy 
 """
 
 import argparse
-import inspect
 import json
 import os
 import platform
@@ -36,6 +35,8 @@ from common import (
     HELD_OUT_PROMPTS,
     TINY_TARGET,
     encode_prompt,
+    forward_on,
+    is_tiny,
     load_draft,
     load_target,
     plain_greedy,
@@ -43,6 +44,7 @@ from common import (
     root_module,
     stop_ids,
 )
+from evaluate import acceptance_length
 from tqdm import tqdm
 
 LOOKUP_TOKENS = 10  # what transformers' documentation suggests for prompt lookup
@@ -74,10 +76,6 @@ def parse_arguments() -> argparse.Namespace:
     if not arguments.texts:
         parser.error(f"--prompts {arguments.prompts} holds no question, expected at least one line")
     return arguments
-
-
-def is_tiny(target: str | Path) -> bool:
-    return Path(target).resolve() == TINY_TARGET
 
 
 def main() -> None:
@@ -175,7 +173,7 @@ def pooled_acc_len(draft, target, prompts: list[torch.Tensor], length: int) -> f
     """Mean of accepted draft tokens + 1 over all rounds of all prompts: every round takes the same time."""
     outputs = [write(draft, target, prompt, length, return_dict_in_generate=True) for prompt in prompts]
     rounds = sum(output.acceptance_histogram[0] for output in outputs).tolist()
-    return sum((accepted + 1) * count for accepted, count in enumerate(rounds)) / sum(rounds)
+    return acceptance_length(rounds)
 
 
 def make_ways(target, draft, lookup: bool) -> dict[str, Callable]:
@@ -275,13 +273,11 @@ def time_forwards(target, draft, prompts: list, texts: list, kept: int) -> dict[
 
 def step_once(target, text, start: int, width: int, steps: int, times: list, between=None, between_times=None) -> None:
     """`steps` cached forwards of `width` tokens of `text` `[1, n]` from `start` on, timed; `between` after each."""
-    cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     output = target(input_ids=text[:, :start], attention_mask=torch.ones_like(text[:, :start]), use_cache=True)
     for place in range(start, start + steps * width, width):
-        ids, mask = text[:, place : place + width], torch.ones_like(text[:, : place + width])
-        cache = output["cache"] if "cache" in output else output["past_key_values"]
+        ids = text[:, place : place + width]
         begun = now(text.device)
-        output = target(input_ids=ids, attention_mask=mask, use_cache=True, **{cache_name: cache})
+        output = forward_on(target, output, ids, place + width)
         times.append(now(text.device) - begun)
         if between is not None:
             begun = now(text.device)

@@ -1,6 +1,7 @@
 """What the scripts share: loading a target and its draft, reading a prompt, and the target's plain decoding to compare
 with."""
 
+import functools
 import importlib.util
 import inspect
 import json
@@ -25,6 +26,11 @@ def root_class():
 def root_module(draft_class: type, name: str):
     """The root module `name` that `draft_class` works with: every folder a draft is loaded from has its own."""
     return importlib.import_module(f"{draft_class.__module__.rpartition('.')[0]}.{name}")
+
+
+def is_tiny(target: str | Path) -> bool:
+    """Whether a `--target` is the tiny Kimi K3, for which the scripts have defaults."""
+    return Path(target).resolve() == TINY_TARGET
 
 
 def check_matplotlib() -> None:
@@ -99,11 +105,25 @@ def stop_ids(model) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
 
 
+@functools.cache
+def cache_argument(model_class: type) -> str:
+    """The name of the forward's cache argument, which changed with transformers 5.19."""
+    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
+
+
+def forward_on(target, output, input_ids: torch.Tensor, length: int):
+    """The forward after the one that returned `output`: `input_ids` `[B, n]`, which bring the text to `length`
+    positions."""
+    cache = output["cache"] if "cache" in output else output["past_key_values"]
+    mask = input_ids.new_ones(len(input_ids), length)
+    options = {cache_argument(type(target)): cache}
+    return target(input_ids=input_ids, attention_mask=mask, use_cache=True, **options)
+
+
 @torch.no_grad()
 def plain_batch(target, input_ids: torch.Tensor, max_new_tokens: int, temperature: float = 0.0) -> torch.Tensor:
     """Continuations `[B, prompt + new]` of unpadded prompts `[B, prompt]`, one token a forward; stop tokens do not
     stop."""
-    cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     input_ids = input_ids.to(target.device)
     output = target(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=True)
     for made in range(1, max_new_tokens + 1):
@@ -114,16 +134,13 @@ def plain_batch(target, input_ids: torch.Tensor, max_new_tokens: int, temperatur
             token = logits.argmax(dim=-1, keepdim=True)
         input_ids = torch.cat([input_ids, token], dim=1)
         if made < max_new_tokens:
-            cache = output["cache"] if "cache" in output else output["past_key_values"]
-            mask = torch.ones_like(input_ids)
-            output = target(input_ids=token, attention_mask=mask, use_cache=True, **{cache_name: cache})
+            output = forward_on(target, output, token, input_ids.shape[1])
     return input_ids
 
 
 @torch.no_grad()
 def plain_greedy(target, input_ids: torch.Tensor, max_new_tokens: int, stop_ids=(), **prompt_inputs) -> torch.Tensor:
     """The target's own greedy continuation, `[1, prompt + new]`: one token a forward, no draft involved."""
-    cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     output = target(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=True, **prompt_inputs)
     # An image's placeholder stands for many positions; only the target knows how many.
     processed = output.logits.shape[1] if prompt_inputs else input_ids.shape[1]
@@ -133,7 +150,5 @@ def plain_greedy(target, input_ids: torch.Tensor, max_new_tokens: int, stop_ids=
         processed += 1
         if token.item() in stop_ids or made == max_new_tokens:
             break
-        cache = output["cache"] if "cache" in output else output["past_key_values"]
-        mask = token.new_ones(1, processed)
-        output = target(input_ids=token, attention_mask=mask, use_cache=True, **{cache_name: cache})
+        output = forward_on(target, output, token, processed)
     return input_ids

@@ -20,7 +20,16 @@ import sys
 from pathlib import Path
 
 import torch
-from common import HELD_OUT_PROMPTS, TINY_DRAFT, TINY_TARGET, encode_prompt, load_draft, load_target, read_prompts
+from common import (
+    HELD_OUT_PROMPTS,
+    TINY_DRAFT,
+    TINY_TARGET,
+    encode_prompt,
+    is_tiny,
+    load_draft,
+    load_target,
+    read_prompts,
+)
 from tqdm import tqdm
 
 # Output tokens of a question, from (inclusive) and to (exclusive); 1K is 1,024.
@@ -88,7 +97,7 @@ def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         parser.error(f"--max-new-tokens is {arguments.max_new_tokens}, expected at least 1")
     if arguments.limit is not None and arguments.limit < 1:
         parser.error(f"--limit is {arguments.limit}, expected at least 1")
-    if Path(arguments.target).resolve() != TINY_TARGET and arguments.draft is None:
+    if not is_tiny(arguments.target) and arguments.draft is None:
         parser.error("--target is given without --draft: a draft belongs to its target, name both")
     if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
         parser.error(f"--json is {arguments.json}, expected a file in a folder that exists")

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import TINY_TARGET, encode_prompt, load_draft, load_target, plain_greedy
+from common import TINY_TARGET, encode_prompt, is_tiny, load_draft, load_target, plain_greedy
 from transformers import TextStreamer
 
 PROMPT = "import os\n"
@@ -42,10 +42,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.prompt_file is not None and arguments.prompt_file.stat().st_size == 0:
         parser.error(f"--prompt-file {arguments.prompt_file} is empty, expected at least one character")
     return arguments
-
-
-def is_tiny(target: str | Path) -> bool:
-    return Path(target).resolve() == TINY_TARGET
 
 
 def main() -> None:

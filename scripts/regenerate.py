@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from common import BUILD, TINY_TARGET, encode_prompt, load_target, plain_batch, read_prompts, stop_ids
+from common import BUILD, TINY_TARGET, encode_prompt, is_tiny, load_target, plain_batch, read_prompts, stop_ids
 from tqdm import tqdm
 from train_tiny_target import read, split_files
 
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     for path in arguments.prompts or []:
         if not path.is_file():
             parser.error(f"--prompts {path} is not a file")
-    if arguments.prompts is None and Path(arguments.target).resolve() != TINY_TARGET:
+    if arguments.prompts is None and not is_tiny(arguments.target):
         parser.error("--target is given without --prompts: name the prompts that this target is to continue")
     return arguments
 

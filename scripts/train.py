@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import set_seed
-from common import BUILD, TINY_DRAFT, TINY_TARGET, check_matplotlib, load_target, root_class, root_module
+from common import BUILD, TINY_DRAFT, TINY_TARGET, check_matplotlib, is_tiny, load_target, root_class, root_module
 from distillation import CE_WEIGHT, CONFIDENCE_WEIGHT, L1_WEIGHT, Distillation, sample_anchors, supervised_rows
 from regenerate import TINY_TEXT
 from torch.nn.utils.rnn import pad_sequence
@@ -85,7 +85,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     for path in arguments.data or []:
         if not path.is_file():
             parser.error(f"--data {path} is not a file; scripts/regenerate.py makes one")
-    if arguments.data is None and Path(arguments.target).resolve() != TINY_TARGET:
+    if arguments.data is None and not is_tiny(arguments.target):
         parser.error("--target is given without --data: let scripts/regenerate.py write this target's texts first")
     if arguments.resume and not (arguments.out / CHECKPOINT).is_dir():
         parser.error(f"--resume is given, but {arguments.out / CHECKPOINT} is no folder: start without --resume")
