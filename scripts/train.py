@@ -145,8 +145,7 @@ def prepare(accelerator: Accelerator, arguments: argparse.Namespace) -> Run:
 def make_optimizers(draft: torch.nn.Module, arguments: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """AdamW for everything; or Muon for the matrices of the layers and `fc`, and AdamW for the rest.
 
-    Muon gets a small draft to the same loss in half the time. Its update needs a matrix in one piece, so with sharded
-    weights (FSDP) use AdamW.
+    Muon's update needs a matrix in one piece, so with sharded weights (FSDP) use AdamW.
     """
     options = {"lr": arguments.learning_rate, "weight_decay": arguments.weight_decay}
     matrices, rest = [], []
