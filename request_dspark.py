@@ -13,7 +13,20 @@ from numbers import Integral
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, GenerationMixin, MaxLengthCriteria
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerationMixin,
+    LogitNormalization,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from .target_kimi_k3 import VerifiableTarget
@@ -29,6 +42,18 @@ HONOURED_FIELDS = frozenset(
 )
 # Fields that mean nothing to a decoder run token by token, whatever their value.
 INERT_FIELDS = frozenset({"transformers_version", "disable_compile", "decoder_start_token_id"})
+# Processors that leave a token to choose after any text, also after one that the target alone could not come to.
+ASKED_ABOUT_ANY_TEXT = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 # Arguments of the target's forward that a prompt may bring along: images of the multimodal Kimi K3.
 PROMPT_INPUTS = ("pixel_values", "grid_thws")
 
@@ -63,7 +88,8 @@ class ReachableText:
     """The processors, asked only about text that the target alone could come to.
 
     A block goes on behind an end of text and beyond the budget, where a constraint may have nothing left to allow. The
-    rows there are cut anyway, so their scores stay as they are.
+    rows there are cut anyway, so their scores stay as they are. Finding out has the host wait for the device at every
+    row, so processors that can do without are not wrapped (`ASKED_ABOUT_ANY_TEXT`).
     """
 
     def __init__(self, processors: LogitsProcessorList, prompt_length: int, config: GenerationConfig):
@@ -141,7 +167,7 @@ def prepare_request(
         model_kwargs={},
     )
     criteria = preparation._get_stopping_criteria(config, stopping_criteria or StoppingCriteriaList(), tokenizer)
-    if processors:
+    if any(type(processor) not in ASKED_ABOUT_ANY_TEXT for processor in processors):
         processors = ReachableText(processors, length, config)
     output_rounds = output_rounds and bool(config.return_dict_in_generate)
     return Request(input_ids, config, processors, read_stops(criteria), streamer, output_rounds, inputs)

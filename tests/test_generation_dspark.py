@@ -423,7 +423,16 @@ def test_transformers_own_criteria_are_read_and_all_others_asked():
     assert (stops.max_length, stops.end_ids, list(stops.criteria)) == (30, {3, 5, 8}, asked)
 
 
-@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 0}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "temperature": 0.7, "typical_p": 0.9},
+        {"do_sample": True, "epsilon_cutoff": 0.01, "renormalize_logits": True},
+    ],
+)
 def test_rounds_read_no_single_value_from_the_device(sampling):
     """Each such read has the host wait. A round's tokens are fetched by one `tolist`, which is not counted here."""
 
