@@ -36,10 +36,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_dspark import DSparkConfig
-from .generation_dspark import generate
+from .generation_dspark import draw, generate
 from .target_kimi_k3 import VerifiableTarget
 
 # Not used in this file. Up to transformers 5.8 a module of a local folder is found only if the entry file imports it.
+from .processors_dspark import RowProcessors  # noqa: F401  # isort: skip
 from .request_dspark import Request  # noqa: F401  # isort: skip
 from .target_state import TargetState  # noqa: F401  # isort: skip
 
@@ -50,50 +51,78 @@ OLD_HEAD_PREFIX = "logit_head."
 class DSparkCache:
     """Keys and values of the context, per layer, in buffers that are written in place and grow by half their size.
 
-    A block's own keys and values go into the slots behind `length` and are overwritten by whatever comes next.
+    Each row's context fills its slots from the first on, so rows of different lengths waste nothing. A block's own keys
+    and values go into the slots behind a row's context and are overwritten by whatever comes next.
 
     Attributes:
-        length: context positions held.
+        lengths: context positions held, a number for each row.
         next_position: `[B]` int64, the position after the last one written; zeros while empty.
         keys, values: per layer `[B, key/value heads, capacity, head_dim]`.
     """
 
     def __init__(self, config: DSparkConfig, batch_size: int, dtype: torch.dtype, device: torch.device):
         empty = torch.empty(batch_size, config.num_key_value_heads, 0, config.head_dim, dtype=dtype, device=device)
-        self.length = 0
+        self.lengths = [0] * batch_size
         self.next_position = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.keys = [empty] * config.num_hidden_layers
         self.values = [empty] * config.num_hidden_layers
+        self._row_starts: torch.Tensor | None = None  # `lengths` on the device, while they differ
 
     @property
     def batch_size(self) -> int:
-        return self.next_position.shape[0]
+        return len(self.lengths)
+
+    @property
+    def length(self) -> int:
+        """Context positions of the longest row."""
+        return max(self.lengths)
 
     @property
     def capacity(self) -> int:
         return self.keys[0].shape[2]
 
     def reserve(self, width: int) -> None:
-        """Make room for `width` slots behind `length`."""
+        """Make room for `width` slots behind every row's context."""
         if self.length + width <= self.capacity:
             return
         capacity = max(self.length + width, self.capacity + self.capacity // 2)
         for buffers in (self.keys, self.values):
             for layer, old in enumerate(buffers):
-                buffers[layer] = old.new_empty(*old.shape[:2], capacity, old.shape[3])
+                # Zeros, because a slot that no row may look at is still multiplied, by 0.
+                buffers[layer] = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
                 buffers[layer][:, :, : self.length] = old[:, :, : self.length]
 
     def place(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put `[B, key/value heads, N, head_dim]` into the reserved slots; return views of the context and them."""
         end = self.length + keys.shape[2]
-        self.keys[layer][:, :, self.length : end] = keys
-        self.values[layer][:, :, self.length : end] = values
+        for buffer, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            if self._row_starts is None:
+                buffer[:, :, self.length : end] = new
+            else:
+                slots = self._row_starts[:, None] + torch.arange(keys.shape[2], device=buffer.device)
+                rows = torch.arange(self.batch_size, device=buffer.device)[:, None]
+                buffer[rows, :, slots] = new.transpose(1, 2)
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
-    def keep(self, width: int, next_position: torch.Tensor) -> None:
-        """Make the first `width` slots behind `length`, in every layer, part of the context."""
-        self.length += width
-        self.next_position = next_position
+    def mask(self, width: int) -> torch.Tensor | None:
+        """Where a block of `width` slots may look, added to the scores of the views `place` returns: `[B, 1, width,
+        slots]`, 0 or -inf. None if all rows are of one length and look everywhere."""
+        if self._row_starts is None:
+            return None
+        slots = torch.arange(self.length + width, device=self.next_position.device)
+        hidden = slots >= self._row_starts[:, None] + width
+        bias = torch.zeros_like(hidden, dtype=self.keys[0].dtype).masked_fill_(hidden, -torch.inf)
+        return bias[:, None, None].expand(-1, -1, width, -1)
+
+    def keep(self, widths: list[int], first_position: torch.Tensor) -> None:
+        """Make the first `widths[i]` slots behind row i's context, in every layer, part of it. `first_position` `[B]`
+        is the position in the first of them."""
+        self.lengths = [length + width for length, width in zip(self.lengths, widths, strict=True)]
+        device = first_position.device
+        # A number, where one will do for all rows: a tensor from the host would have to be sent to the device.
+        step = widths[0] if len(set(widths)) == 1 else torch.tensor(widths, device=device)
+        self.next_position = first_position + step
+        self._row_starts = torch.tensor(self.lengths, device=device) if len(set(self.lengths)) > 1 else None
 
 
 @dataclass
@@ -341,7 +370,13 @@ class DSparkDraftModel(PreTrainedModel):
         return DSparkCache(self.config, batch_size, self.dtype, self.device)
 
     @torch.no_grad()
-    def write_context(self, features: torch.Tensor, position_ids: torch.Tensor, cache: DSparkCache) -> None:
+    def write_context(
+        self,
+        features: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: DSparkCache,
+        widths: list[int] | None = None,
+    ) -> None:
         """Append context to the cache: keys and values of positions the target has processed and committed.
 
         Args:
@@ -349,20 +384,21 @@ class DSparkDraftModel(PreTrainedModel):
                 float dtype, any device.
             position_ids: `[B, C]` absolute positions, which continue those in the cache one by one.
             cache: written in place.
+            widths: how many of the C positions count, from the first on, a number for each row; all of them if None.
 
         Raises:
             ValueError: shapes that do not fit the draft, the cache or each other; positions that leave a gap or overlap
                 (checked on the CPU only: elsewhere looking at values would stall the device in every round).
         """
-        self._check_context(features, position_ids, cache)
+        widths = [features.shape[1]] * features.shape[0] if widths is None else widths
+        self._check_context(features, position_ids, cache, widths)
         position_ids = position_ids.to(self.device)
         context = self.hidden_norm(self.fc(features.to(self.device, self.dtype)))
         rotary = self.rotary_emb(context, position_ids)
-        width = features.shape[1]
-        cache.reserve(width)
+        cache.reserve(features.shape[1])
         for index, layer in enumerate(self.layers):
             cache.place(index, *layer.self_attn.keys_and_values(context, rotary))
-        cache.keep(width, position_ids[:, -1] + 1)
+        cache.keep(widths, position_ids[:, 0])
 
     @torch.no_grad()
     def forward(self, embeds: torch.Tensor, position_ids: torch.Tensor, cache: DSparkCache) -> torch.Tensor:
@@ -378,9 +414,9 @@ class DSparkDraftModel(PreTrainedModel):
         """
         rotary = self.rotary_emb(embeds, position_ids)
         cache.reserve(embeds.shape[1])
-        hidden = embeds
+        hidden, mask = embeds, cache.mask(embeds.shape[1])
         for layer in self.layers:
-            hidden = layer(hidden, rotary, cache)
+            hidden = layer(hidden, rotary, cache, mask)
         return self.norm(hidden)
 
     @torch.no_grad()
@@ -389,9 +425,9 @@ class DSparkDraftModel(PreTrainedModel):
         anchor_ids: torch.Tensor,
         cache: DSparkCache,
         target: VerifiableTarget | nn.Module,
-        prefix_ids: torch.Tensor | None = None,
-        logits_processor: Callable | None = None,
+        process: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor] | None = None,
         do_sample: bool = False,
+        generator: torch.Generator | None = None,
     ) -> DraftBlock:
         """Propose the K tokens after the anchor.
 
@@ -399,24 +435,22 @@ class DSparkDraftModel(PreTrainedModel):
             anchor_ids: `[B]` int64, the last committed token, which the target has not processed yet.
             cache: context up to the position before the anchor; its contents stay as they are.
             target: lends its input embedding and output head.
-            prefix_ids: `[B, L]` the committed text, anchor included, as the processors are to see it. Step k sees it
-                with the k tokens drafted before appended. Needed with `logits_processor`.
-            logits_processor: applied in float32, on the device of `prefix_ids`, to the Markov-corrected logits of each
-                step, as a `LogitsProcessorList` is.
-            do_sample: draw from the softmax of the processed scores instead of taking their argmax.
+            process: maps the tokens drafted so far in the block, `[B]` each, and the float32 Markov-corrected logits
+                `[B, V]` of the next place to its scores, as logits processors do.
+            do_sample: draw from the softmax of the scores instead of taking their argmax.
+            generator: to draw with; torch's own if None.
 
         Raises:
-            ValueError: shapes that do not fit the cache or each other; a processor without `prefix_ids`; a target of
-                another hidden or vocabulary size.
+            ValueError: shapes that do not fit the cache or each other; a target of another hidden or vocabulary size.
         """
-        check_draft_inputs(anchor_ids, cache, prefix_ids, logits_processor)
+        check_anchors(anchor_ids, cache)
         target = VerifiableTarget.wrap(target)
         anchor_ids = anchor_ids.to(self.device)
         hidden = self._block_hidden(anchor_ids, cache, target)
         base_logits = target.head(hidden).to(self.device, torch.float32)
         check_lent("output head", base_logits, "vocab_size", self.config.vocab_size)
         tokens, logits, scores = self._draw_left_to_right(
-            base_logits, hidden, anchor_ids, prefix_ids, logits_processor, do_sample
+            base_logits, hidden, anchor_ids, process, do_sample, generator
         )
         confidence = self.confidence_logits(hidden, torch.cat([anchor_ids[:, None], tokens[:, :-1]], dim=1))
         return DraftBlock(tokens, logits, scores, hidden, confidence)
@@ -448,33 +482,27 @@ class DSparkDraftModel(PreTrainedModel):
         base_logits: torch.Tensor,
         hidden: torch.Tensor,
         anchor_ids: torch.Tensor,
-        prefix_ids: torch.Tensor | None,
-        logits_processor: Callable | None,
+        process: Callable | None,
         do_sample: bool,
+        generator: torch.Generator | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draw the K tokens one by one from the head's float32 logits `[B, K, V]`; return tokens, logits and scores."""
-        rows, previous, state = [], anchor_ids, None
-        if logits_processor:  # one buffer for the text of all K steps: a copy each would grow with the context
-            length, block_size = prefix_ids.shape[1], self.config.block_size
-            text = torch.cat([prefix_ids, prefix_ids.new_empty(prefix_ids.shape[0], block_size)], dim=1)
+        drafted, rows, state = [], [], None
         for k in range(self.config.block_size):
             logits = base_logits[:, k]
             if self.markov_head is not None:
+                previous = drafted[-1] if drafted else anchor_ids
                 bias, state = self.markov_head.step(previous, hidden[:, k], state)
                 logits = logits + bias.float()
-            # Processors may write into what they are given, and `logits` are kept as they are.
-            scores = logits
-            if logits_processor:
-                row = logits.to(text.device, copy=True)
-                scores = logits_processor(text[:, : length + k], row).to(self.device)
-            previous = pick_token(scores, do_sample)
-            if logits_processor:
-                text[:, length + k] = previous
-            rows.append((previous, logits, scores))
-        tokens, logits, scores = (torch.stack(column, dim=1) for column in zip(*rows))
-        return tokens, logits, scores
+            scores = process(drafted, logits) if process else logits
+            drafted.append(pick_token(scores, do_sample, generator))
+            rows.append((logits, scores))
+        logits, scores = (torch.stack(column, dim=1) for column in zip(*rows))
+        return torch.stack(drafted, dim=1), logits, scores
 
-    def _check_context(self, features: torch.Tensor, position_ids: torch.Tensor, cache: DSparkCache) -> None:
+    def _check_context(
+        self, features: torch.Tensor, position_ids: torch.Tensor, cache: DSparkCache, widths: list[int]
+    ) -> None:
         width = self.fc.in_features
         if features.ndim != 3 or features.shape[2] != width or features.shape[1] == 0:
             raise ValueError(
@@ -489,6 +517,11 @@ class DSparkDraftModel(PreTrainedModel):
                 f"features are for batch and positions {list(features.shape[:2])}, position_ids have shape "
                 f"{list(position_ids.shape)} and the cache holds batch {cache.batch_size}. All must agree; the cache "
                 "comes from `draft.new_cache(batch_size)`."
+            )
+        if len(widths) != cache.batch_size or not all(0 <= width <= features.shape[1] for width in widths):
+            raise ValueError(
+                f"widths are {widths}, expected {cache.batch_size} numbers from 0 to {features.shape[1]}: how many of "
+                "the positions count, for each row in the cache."
             )
         if position_ids.device.type == cache.next_position.device.type == "cpu":
             expected = cache.next_position[:, None] + torch.arange(position_ids.shape[1])
@@ -506,30 +539,18 @@ def rotate(inputs: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> t
     return inputs * cos + rotate_half(inputs) * sin
 
 
-def pick_token(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
+def pick_token(scores: torch.Tensor, do_sample: bool, generator: torch.Generator | None = None) -> torch.Tensor:
     """One token `[B]` per row of `[B, V]` scores: the argmax, or a draw from their softmax."""
     if not do_sample:
         return scores.argmax(dim=-1)
-    return torch.multinomial(scores.softmax(dim=-1), 1)[:, 0]
+    return draw(scores.softmax(dim=-1), generator)
 
 
-def check_draft_inputs(
-    anchor_ids: torch.Tensor, cache: DSparkCache, prefix_ids: torch.Tensor | None, logits_processor: Callable | None
-) -> None:
+def check_anchors(anchor_ids: torch.Tensor, cache: DSparkCache) -> None:
     if anchor_ids.dtype != torch.long or anchor_ids.shape != (cache.batch_size,):
         raise ValueError(
             f"anchor_ids are {anchor_ids.dtype} of shape {list(anchor_ids.shape)}, expected int64 of shape "
             f"[{cache.batch_size}]: the last committed token of each row in the cache."
-        )
-    if logits_processor and prefix_ids is None:
-        raise ValueError(
-            "logits_processor is given and prefix_ids is None, expected [batch, length]. Processors look at the text "
-            "so far: pass the committed text, anchor included, as prefix_ids."
-        )
-    if prefix_ids is not None and (prefix_ids.ndim != 2 or prefix_ids.shape[0] != cache.batch_size):
-        raise ValueError(
-            f"prefix_ids have shape {list(prefix_ids.shape)}, expected [{cache.batch_size}, length]: the committed "
-            "text of each row in the cache, anchor included."
         )
 
 

@@ -12,29 +12,19 @@ from dataclasses import dataclass
 from numbers import Integral
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import (
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    GenerationMixin,
-    LogitNormalization,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers.generation import EosTokenCriteria, GenerationMixin, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .target_kimi_k3 import VerifiableTarget
+from .processors_dspark import RowProcessors
+from .target_kimi_k3 import TargetMemory, VerifiableTarget
 
 # Fields of GenerationConfig that the loop honours; any other one that is not at its default is refused by name.
 HONOURED_FIELDS = frozenset(
-    """max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p top_h
-    min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size
+    """max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample num_return_sequences
+    temperature top_k top_p top_h min_p typical_p epsilon_cutoff eta_cutoff
+    repetition_penalty encoder_repetition_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias
     output_scores output_logits return_dict_in_generate pad_token_id bos_token_id eos_token_id
@@ -42,18 +32,6 @@ HONOURED_FIELDS = frozenset(
 )
 # Fields that mean nothing to a decoder run token by token, whatever their value.
 INERT_FIELDS = frozenset({"transformers_version", "disable_compile", "decoder_start_token_id"})
-# Processors that leave a token to choose after any text, also after one that the target alone could not come to.
-ASKED_ABOUT_ANY_TEXT = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitNormalization,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 # Arguments of the target's forward that a prompt may bring along: images of the multimodal Kimi K3.
 PROMPT_INPUTS = ("pixel_values", "grid_thws")
 
@@ -71,40 +49,71 @@ class Stops:
     criteria: StoppingCriteriaList
 
 
-@dataclass
-class Request:
-    """A validated call of `generate`, as the loop needs it. `inputs` go to the target's forward at prefill."""
+@dataclass(repr=False)  # two models would be in it
+class DSparkState:
+    """What a call of `generate` leaves behind to go on from. A further call uses it up, and returns its own.
 
-    input_ids: torch.Tensor
-    config: GenerationConfig
-    processors: "ReachableText | LogitsProcessorList"
-    stops: Stops
-    streamer: BaseStreamer | None
-    output_rounds: bool
-    inputs: dict[str, torch.Tensor]
-
-
-class ReachableText:
-    """The processors, asked only about text that the target alone could come to.
-
-    A block goes on behind an end of text and beyond the budget, where a constraint may have nothing left to allow. The
-    rows there are cut anyway, so their scores stay as they are. Finding out has the host wait for the device at every
-    row, so processors that can do without are not wrapped (`ASKED_ABOUT_ANY_TEXT`).
+    Attributes:
+        draft, target: whose states these are.
+        texts: what is held of each row's text, `[1, n]`: all but the last token.
+        context: the draft's.
+        memory: the target's; None once another call has taken it.
     """
 
-    def __init__(self, processors: LogitsProcessorList, prompt_length: int, config: GenerationConfig):
-        self.processors = processors
-        self.prompt_length = prompt_length
-        self.max_length = config.max_length
-        self.end_ids = config._eos_token_tensor
+    draft: nn.Module
+    target: nn.Module
+    texts: list[torch.Tensor]
+    context: object
+    memory: TargetMemory | None
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[B, V]` of the token after `input_ids` `[B, c]`, as a `LogitsProcessorList` gives them."""
-        if input_ids.shape[1] >= self.max_length:
-            return scores
-        if self.end_ids is not None and bool(torch.isin(input_ids[:, self.prompt_length :], self.end_ids).any()):
-            return scores
-        return self.processors(input_ids, scores)
+    def take_memory(self) -> TargetMemory:
+        """The target's memory, which changes from here on: it can be taken once."""
+        memory, self.memory = self.memory, None
+        return memory
+
+
+@dataclass
+class Request:
+    """A validated call of `generate`, as the loop needs it.
+
+    Attributes:
+        input_ids: the prompts as they came, `[B, prompt]`, padded on the left.
+        lengths: of the prompts, without padding.
+        prompts: each without padding, `[1, length]`.
+        max_lengths: of each row's text, without padding.
+        inputs: go to the target's forward at prefill.
+        past: holds the beginning of each prompt already, or None.
+    """
+
+    input_ids: torch.Tensor
+    lengths: list[int]
+    prompts: list[torch.Tensor]
+    max_lengths: list[float]
+    config: GenerationConfig
+    processors: RowProcessors
+    stops: Stops
+    streamer: BaseStreamer | None
+    generator: torch.Generator | None
+    draft_sampling: str
+    verification: str
+    output_rounds: bool
+    inputs: dict[str, torch.Tensor]
+    past: DSparkState | None
+
+    @property
+    def new_ids(self) -> list[torch.Tensor]:
+        """Of each prompt what `past` does not hold, `[1, n]`."""
+        return [prompt[:, text.shape[1] :] for prompt, text in zip(self.prompts, self.past.texts)]
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether draft tokens are drawn from the draft's law, and not its argmax."""
+        return self.config.do_sample and self.draft_sampling == "sample"
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills up a row that ends before others; as in transformers, an end of text will do."""
+        return int(self.config._pad_token_tensor)
 
 
 class _Preparation(GenerationMixin):
@@ -120,6 +129,7 @@ class _Preparation(GenerationMixin):
 
 
 def prepare_request(
+    draft: nn.Module,
     target: VerifiableTarget,
     input_ids,
     generation_config,
@@ -128,49 +138,161 @@ def prepare_request(
     prefix_allowed_tokens_fn,
     streamer,
     tokenizer,
+    generator,
+    draft_sampling,
+    verification,
     output_rounds,
     kwargs,
 ) -> Request:
     """Validate a call of `generate` and prepare its processors and criteria, as transformers' `generate` does."""
     check_input_ids(input_ids, target.config.vocab_size)
-    check_helpers(generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer)
-    if not isinstance(output_rounds, bool):
-        raise ValueError(f"`output_rounds` is {output_rounds!r}, expected True or False.")
+    check_helpers(generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, generator)
+    choices = {
+        "draft_sampling": ("sample", "greedy"),
+        "verification": ("token", "block"),
+        "output_rounds": (True, False),
+    }
+    given = {"draft_sampling": draft_sampling, "verification": verification, "output_rounds": output_rounds}
+    for name, value in given.items():
+        if value not in choices[name] or type(value) is not type(choices[name][0]):
+            raise ValueError(f"`{name}` is {value!r}, expected {' or '.join(map(repr, choices[name]))}.")
     model = target.model
     own_config = getattr(model, "generation_config", None) or GenerationConfig.from_model_config(model.config)
     preparation = _Preparation(model.config, own_config, target.device)
     config, inputs = preparation._prepare_generation_config(generation_config, **kwargs)
     refuse_unsupported_fields(preparation, config)
     check_fields(config, target.config.vocab_size)
-    inputs = check_inputs(target, input_ids, config, inputs)
+    past = pop_past(inputs)
+    preparation._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=target.device)
+    lengths, inputs = check_inputs(target, input_ids, preparation, config, inputs)
 
-    length = input_ids.shape[1]
+    prompt_length = input_ids.shape[1]
     unset = GenerationConfig()  # an unset `max_length` is 20 on transformers 4.57 and None later on
     is_default = {
         name: kwargs.get(name) is None
         and all(c is None or getattr(c, name) == getattr(unset, name) for c in (generation_config, own_config))
         for name in ("max_length", "min_length")
     }
-    preparation._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=target.device)
     config = preparation._prepare_generated_length(
-        config, is_default["max_length"], is_default["min_length"], "input_ids", length, input_ids
+        config, is_default["max_length"], is_default["min_length"], "input_ids", prompt_length, input_ids
     )
-    preparation._validate_generated_length(config, length, is_default["max_length"])
-    input_ids = input_ids.to(target.device)
-    processors = preparation._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=length,
-        encoder_input_ids=input_ids,
-        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-        logits_processor=logits_processor or LogitsProcessorList(),
-        device=target.device,
-        model_kwargs={},
-    )
+    preparation._validate_generated_length(config, prompt_length, is_default["max_length"])
+    copies = config.num_return_sequences or 1
+    input_ids = input_ids.to(target.device).repeat_interleave(copies, dim=0)
+    lengths = [length for length in lengths for _ in range(copies)]
+    refuse_for_batches(len(input_ids), config, streamer, inputs)
+
+    if past is not None and inputs:
+        raise ValueError(
+            f"`{', '.join(inputs)}` is given with `past_key_values`; images belong to the first turn only."
+        )
+    prompts = [row[None, prompt_length - length :] for row, length in zip(input_ids, lengths)]
+    check_past(past, draft, model, prompts)
+    configs = [config_of_row(config, prompt_length - length) for length in lengths]
+    processors = [
+        preparation._get_logits_processor(
+            generation_config=row_config,
+            input_ids_seq_length=prompt.shape[1],
+            encoder_input_ids=prompt,
+            prefix_allowed_tokens_fn=allow_for_row(prefix_allowed_tokens_fn, row // copies),
+            logits_processor=LogitsProcessorList(logits_processor or []),
+            device=target.device,
+            model_kwargs={},
+        )
+        for row, (row_config, prompt) in enumerate(zip(configs, prompts))
+    ]
     criteria = preparation._get_stopping_criteria(config, stopping_criteria or StoppingCriteriaList(), tokenizer)
-    if any(type(processor) not in ASKED_ABOUT_ANY_TEXT for processor in processors):
-        processors = ReachableText(processors, length, config)
-    output_rounds = output_rounds and bool(config.return_dict_in_generate)
-    return Request(input_ids, config, processors, read_stops(criteria), streamer, output_rounds, inputs)
+    stops = read_stops(criteria)
+    return Request(
+        input_ids,
+        lengths,
+        prompts,
+        [stops.max_length - (prompt_length - length) for length in lengths],
+        config,
+        RowProcessors(processors, lengths, configs),
+        stops,
+        streamer,
+        generator,
+        draft_sampling,
+        verification,
+        output_rounds and bool(config.return_dict_in_generate),
+        inputs,
+        past,
+    )
+
+
+def pop_past(inputs: dict) -> DSparkState | None:
+    """Take `past_key_values` or `cache` out of the arguments; ValueError for both, or for anything else than ours."""
+    found = {name: inputs.pop(name) for name in ("past_key_values", "cache") if inputs.get(name) is not None}
+    if len(found) > 1:
+        raise ValueError("`past_key_values` and `cache` are both given, and mean the same. Pass one of them.")
+    for name, past in found.items():
+        if not isinstance(past, DSparkState):
+            raise ValueError(
+                f"`{name}` is a {type(past).__name__}, expected the `past_key_values` of an earlier output of the "
+                "draft's `generate`: the draft has processed the text too. Leave it out to start from the whole text."
+            )
+    return next(iter(found.values()), None)
+
+
+def check_past(past: DSparkState | None, draft: nn.Module, model: nn.Module, prompts: list[torch.Tensor]) -> None:
+    """ValueError for a past that is not what these models have processed of these prompts."""
+    if past is None:
+        return
+    if past.draft is not draft or past.target is not model:
+        raise ValueError("`past_key_values` comes from another draft or target. Leave it out to start afresh.")
+    if past.memory is None:
+        raise ValueError(
+            "`past_key_values` has been used up by another call, which changed it as it went on. Pass those of that "
+            "call's output, or leave them out to start afresh."
+        )
+    if len(past.texts) != len(prompts):
+        raise ValueError(f"`past_key_values` holds {len(past.texts)} rows, and the prompts are {len(prompts)}.")
+    for row, (text, prompt) in enumerate(zip(past.texts, prompts)):
+        held = text.shape[1]
+        if prompt.shape[1] <= held or not torch.equal(prompt[:, :held], text):
+            raise ValueError(
+                f"`input_ids` row {row} ({prompt.shape[1]} tokens without padding) does not go on from the {held} "
+                "tokens that `past_key_values` holds. Pass the whole text, the earlier turns token for token, or leave "
+                "`past_key_values` out."
+            )
+
+
+def config_of_row(config: GenerationConfig, padding: int) -> GenerationConfig:
+    """`config` for a row of which the first `padding` places do not count: its lengths are that much shorter."""
+    if not padding:
+        return config
+    config = copy.copy(config)
+    config.max_length -= padding
+    config.min_length = max(0, (config.min_length or 0) - padding)
+    return config
+
+
+def allow_for_row(prefix_allowed_tokens_fn, row: int):
+    """The caller's function, told the row's number in the batch, which a processor that is handed one row cannot."""
+    if prefix_allowed_tokens_fn is None:
+        return None
+    return lambda _, text: prefix_allowed_tokens_fn(row, text)
+
+
+def refuse_for_batches(batch: int, config: GenerationConfig, streamer, inputs: dict) -> None:
+    """ValueError, by name, for what works with one row only."""
+    if batch == 1:
+        return
+    if config._pad_token_tensor is None:
+        raise ValueError(
+            f"`pad_token_id` is None for {batch} rows, expected a token id, which fills up rows that end before others."
+        )
+    if streamer is not None:
+        raise ValueError(
+            f"`streamer` is given for {batch} rows, expected one row: they are written at different speeds. Leave it "
+            "out, or call `generate` once for each."
+        )
+    if inputs:
+        raise ValueError(
+            f"`{', '.join(inputs)}` is given for {batch} rows, expected one: call `generate` once for each prompt with "
+            "images."
+        )
 
 
 def read_stops(criteria: StoppingCriteriaList) -> Stops:
@@ -224,14 +346,16 @@ def check_pair(draft, target: VerifiableTarget) -> None:
 
 
 def check_input_ids(input_ids, vocab_size: int) -> None:
-    """Refuse anything but one unpadded row of token ids."""
+    """Refuse anything but rows of token ids."""
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
         kind = f"{input_ids.dtype} tensor" if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-        raise ValueError(f"`input_ids` must be an int64 or int32 tensor of token ids, `[1, prompt]`, but is a {kind}.")
-    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise ValueError(
-            f"`input_ids` has shape {list(input_ids.shape)}, but one prompt of at least one token is needed, "
-            "`[1, prompt]`. Batches are not supported yet: call `generate` once per prompt."
+            f"`input_ids` must be an int64 or int32 tensor of token ids, `[batch, prompt]`, but is a {kind}."
+        )
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(
+            f"`input_ids` has shape {list(input_ids.shape)}, expected `[batch, prompt]` with at least one row and one "
+            "token."
         )
     low, high = input_ids.min().item(), input_ids.max().item()
     if low < 0 or high >= vocab_size:
@@ -241,7 +365,9 @@ def check_input_ids(input_ids, vocab_size: int) -> None:
         )
 
 
-def check_helpers(generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer) -> None:
+def check_helpers(
+    generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, generator
+) -> None:
     """Refuse helpers of the wrong kind before the target runs, and not when they are first called."""
     if not isinstance(generation_config, (GenerationConfig, type(None))):
         raise ValueError(
@@ -264,6 +390,8 @@ def check_helpers(generation_config, logits_processor, stopping_criteria, prefix
             f"`streamer` is a {type(streamer).__name__}, expected an object with `put` and `end`, such as "
             "transformers' TextStreamer."
         )
+    if not isinstance(generator, (torch.Generator, type(None))):
+        raise ValueError(f"`generator` is a {type(generator).__name__}, expected a torch.Generator.")
 
 
 def check_fields(config: GenerationConfig, vocab_size: int) -> None:
@@ -297,20 +425,19 @@ def refuse_unsupported_fields(preparation: _Preparation, config: GenerationConfi
 
 
 def check_inputs(
-    target: VerifiableTarget, input_ids: torch.Tensor, config: GenerationConfig, inputs: dict
-) -> dict[str, torch.Tensor]:
-    """The arguments that go to the target's forward at prefill; refuses padding and arguments that nothing would
-    read."""
+    target: VerifiableTarget, input_ids: torch.Tensor, preparation: _Preparation, config: GenerationConfig, inputs: dict
+) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """The length of each prompt without padding, and the arguments that go to the target's forward at prefill. Refuses
+    arguments that nothing would read."""
     inputs = {name: value for name, value in inputs.items() if value is not None and value is not False}
     for name in ("attention_mask", *PROMPT_INPUTS):
         if name in inputs and not isinstance(inputs[name], torch.Tensor):
             raise ValueError(f"`{name}` is a {type(inputs[name]).__name__}, expected a tensor. Convert it first.")
     mask = inputs.pop("attention_mask", None)
-    if mask is not None and (mask.shape != input_ids.shape or not bool((mask != 0).all())):
-        raise ValueError(
-            f"`attention_mask` {list(mask.shape)} is not all ones over `input_ids` {list(input_ids.shape)}, but "
-            "padding is not supported. Pass the prompt unpadded, with a mask of ones of the same shape or none."
-        )
+    if mask is None:  # transformers reads it off the pad tokens
+        ids = input_ids.to(target.device)
+        mask = preparation._prepare_attention_mask_for_generation(ids, config, {})
+    lengths = check_mask(mask, input_ids)
     for name in inputs:
         if name not in PROMPT_INPUTS:
             raise ValueError(
@@ -330,4 +457,20 @@ def check_inputs(
             f"`prefill_chunk_size` is {config.prefill_chunk_size}, but a prompt with {', '.join(inputs)} is prefilled "
             "in one piece. Remove `prefill_chunk_size`."
         )
-    return {name: value.to(target.device) for name, value in inputs.items()}
+    return lengths, {name: value.to(target.device) for name, value in inputs.items()}
+
+
+def check_mask(mask: torch.Tensor, input_ids: torch.Tensor) -> list[int]:
+    """The length of each prompt without padding; refuses a mask with anything but padding on the left."""
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"`attention_mask` has shape {list(mask.shape)}, expected that of `input_ids`, {list(input_ids.shape)}."
+        )
+    real = mask != 0
+    if not bool(real[:, -1].all() and (real.int().diff(dim=1) >= 0).all()):
+        raise ValueError(
+            f"`attention_mask` {list(mask.shape)}, given or read off the pad tokens in `input_ids`, hides places that "
+            "are not at the start of a row. Prompts of different lengths are padded on the left: set "
+            '`tokenizer.padding_side = "left"`. Where a pad token is part of the text, pass a mask that says so.'
+        )
+    return real.sum(dim=1).tolist()

@@ -12,19 +12,20 @@ Taps, as the draft was trained on them: the tap of layer i, 0-based, is the tens
 i + 1, or the final norm for the last layer. For a plain decoder this is the residual stream, `hidden_states[i + 1]`.
 Kimi K3 mixes snapshots of earlier blocks into each layer's input; `output_hidden_states` does not hold that mixture.
 
-Shapes: B batch (1), P prompt positions, W verify width, T taps, H hidden, V vocabulary.
+Shapes: B batch, P prompt positions, W verify width, T taps, H hidden, V vocabulary.
 """
 
 import inspect
 import threading
-from contextlib import ExitStack
+import weakref
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from .target_state import TargetState
+from .target_state import Slots, TargetState
 
 
 @dataclass
@@ -42,6 +43,16 @@ class TargetTrace:
 
     features: torch.Tensor
     hidden: torch.Tensor
+
+
+@dataclass
+class TargetMemory:
+    """What a target has processed: its own cache, how that is rolled back, and which slots hold what."""
+
+    cache: object
+    state: TargetState
+    slots: Slots
+    checked: bool
 
 
 class VerifiableTarget:
@@ -66,7 +77,7 @@ class VerifiableTarget:
         self.cache_argument = cache_argument(model)
         self.cache = None
         self.state: TargetState | None = None
-        self.length = 0  # positions the target's state holds
+        self.slots: Slots | None = None
         self._head_like: torch.Tensor | None = None  # empty, of the dtype and device the target hands to its head
         self._checked = False
 
@@ -100,24 +111,41 @@ class VerifiableTarget:
     def __exit__(self, *exception) -> None:
         if self.state is not None:
             self.state.close()
-        self.cache = self.state = None
-        self.length = 0
+        self.cache = self.state = self.slots = None
 
-    def prefill(self, input_ids: torch.Tensor, **inputs) -> TargetOutput:
+    def hand_out(self) -> "TargetMemory":
+        """What the target remembers, for a later `take_up`; this object lets go of it."""
+        self.state.close()
+        memory = TargetMemory(self.cache, self.state, self.slots, self._checked)
+        self.cache = self.state = self.slots = None
+        return memory
+
+    def take_up(self, memory: "TargetMemory") -> None:
+        """Go on from what `hand_out` gave."""
+        self.cache, self.state, self.slots, self._checked = memory.cache, memory.state, memory.slots, memory.checked
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions the target's state holds, a number for each row."""
+        return [] if self.slots is None else self.slots.lengths
+
+    def prefill(self, input_ids: torch.Tensor, lengths: list[int] | None = None, **inputs) -> TargetOutput:
         """Process the next piece of the prompt, `[B, P]`, with the logits of its last row.
 
+        Of row i the last `lengths[i]` ids are the prompt and those before them padding; None: all are the prompt.
         `inputs` (such as `pixel_values`) go to the target's forward. Positions are counted from what the target
-        processed: a placeholder of an image may stand for many. Raises ValueError for a cache that could not be rolled
-        back.
+        processed: a placeholder of an image may stand for many.
+
+        Raises ValueError for a cache that could not be rolled back.
         """
-        output = self._forward(input_ids, rows=1, **inputs)
+        output = self._forward(input_ids, 1, lengths, **inputs)
         if self.state is None:
             self.state = TargetState(self.cache, self.backbone.layers, self.config)
             if self.state.has_unknown_layers and not self._checked:
                 self._rehearse()
-        if any(held != self.length for held in self.state.store.attention_lengths()):
+        if any(held != self.slots.count for held in self.state.store.attention_lengths()):
             raise ValueError(
-                f"The target processed {self.length} positions but its cache holds "
+                f"The target processed {self.slots.count} positions but its cache holds "
                 f"{self.state.store.attention_lengths()} (per attention layer). A cache that drops "
                 "positions, such as a sliding window, is not supported."
             )
@@ -126,17 +154,37 @@ class VerifiableTarget:
     def verify(self, block_ids: torch.Tensor) -> TargetOutput:
         """One forward over anchor and draft tokens, `[B, W]`: logits and features of all W rows. Follow it with
         `commit`."""
+        width = block_ids.shape[1]
         with self.state.recording():
-            output = self._forward(block_ids, rows=block_ids.shape[1])
+            output = self._forward(block_ids, width)
         if not self._checked:
-            self.state.check_replay(block_ids.shape[1])
+            self.state.check_replay(width)
             self._checked = True
         return output
 
-    def commit(self, kept: int, width: int) -> None:
-        """Keep the first `kept` of the `width` positions of the last verify forward and undo the others."""
-        self.length -= width - kept
-        self.state.roll_back(self.length, kept, width)
+    def extend(self, input_ids: torch.Tensor, lengths: list[int]) -> TargetOutput:
+        """Process more text behind what is held, `[B, P]`, of which row i has `lengths[i]` tokens and then padding.
+
+        Returns the logits of each row's last token, `[B, 1, V]`, and the features of all P.
+        """
+        width = input_ids.shape[1]
+        if min(lengths) == width:
+            return self.prefill(input_ids)
+        # Recurrent layers know of no padding behind a text: it is taken out of the state again, as rejected drafts are.
+        output = self.verify(input_ids)
+        self.commit(lengths, width)
+        last = torch.tensor(lengths, device=output.logits.device) - 1
+        return TargetOutput(
+            output.logits.gather(1, last[:, None, None].expand(-1, 1, output.logits.shape[2])), output.features
+        )
+
+    def commit(self, kept: list[int], width: int) -> None:
+        """Of the `width` positions of the last verify forward keep the first `kept[i]` in row i and undo the others."""
+        self.slots.keep(kept, width)
+        self.state.roll_back(self.slots.count, kept, width)
+        taken = self.slots.close_gaps()
+        if taken is not None:
+            self.state.store.move(taken)
 
     @torch.no_grad()
     def observe(self, input_ids: torch.Tensor) -> TargetTrace:
@@ -149,13 +197,21 @@ class VerifiableTarget:
         _, hidden, features = self._tapped_forward(1, input_ids=input_ids, attention_mask=mask, use_cache=False)
         return TargetTrace(features, hidden)
 
-    def _forward(self, input_ids: torch.Tensor, rows: int, **inputs) -> TargetOutput:
+    def _forward(self, input_ids: torch.Tensor, rows: int, lengths: list[int] | None = None, **inputs) -> TargetOutput:
         input_ids = input_ids.to(self.device)
+        batch, width = input_ids.shape
+        if self.slots is None:
+            self.slots = Slots(batch, self.device)
+        lengths = [width] * batch if lengths is None else lengths
+        is_padded = min(lengths) < width
         # The released Kimi K3 needs the mask over past and new positions spelled out in cached forwards.
-        attention_mask = input_ids.new_ones(input_ids.shape[0], self.length + input_ids.shape[1])
-        cache = {} if self.cache is None else {self.cache_argument: self.cache}
+        mask = _right_aligned(lengths, width, self.device) if is_padded else torch.ones_like(input_ids)
+        attention_mask = torch.cat([self.slots.mask, mask], dim=1)
+        arguments = {} if self.cache is None else {self.cache_argument: self.cache}
+        if self._takes_positions and (is_padded or not self.slots.are_full):
+            arguments["position_ids"] = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -width:]
         output, hidden, features = self._tapped_forward(
-            rows, input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **cache, **inputs
+            rows, input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **arguments, **inputs
         )
         self.cache = next((output[name] for name in ("cache", "past_key_values") if name in output), None)
         if self.cache is None:
@@ -163,8 +219,15 @@ class VerifiableTarget:
                 f"The target ({type(self.model).__name__}) returned no cache from a forward with `use_cache=True`, so "
                 "it cannot go on from what it has processed. This target is not supported on this transformers version."
             )
-        self.length += hidden.shape[1]
+        if hidden.shape[1] != width:  # an image's placeholder stands for many positions
+            mask, lengths = mask.new_ones(batch, hidden.shape[1]), [hidden.shape[1]] * batch
+        self.slots.append(mask, lengths)
         return TargetOutput(output.logits, features)
+
+    @cached_property
+    def _takes_positions(self) -> bool:
+        """Whether rows with unused slots can be told their positions; Kimi K3, which has none, may not take them."""
+        return "position_ids" in inspect.signature(self.model.forward).parameters
 
     def _tapped_forward(self, rows: int, **arguments) -> tuple:
         """Call the model with its hooks on: its output, with the logits of the last `rows` positions; what its head
@@ -204,7 +267,7 @@ class VerifiableTarget:
             for width in (2, 8):
                 scratch._checked = False
                 scratch.verify(tokens[:, :width])
-                scratch.commit(width, width)
+                scratch.commit([width], width)
         self._checked = True
 
     def _norm_after(self, tap_id: int) -> nn.Module:
@@ -222,14 +285,35 @@ class VerifiableTarget:
         return following.input_layernorm
 
 
+_in_use, _in_use_lock = weakref.WeakSet(), threading.Lock()
+
+
+@contextmanager
+def reserved(model: nn.Module):
+    """Keep `model` for one generation: hooks that two of them put on and take off at once would get in each other's
+    way. RuntimeError if another one, in this thread or in another, has it."""
+    with _in_use_lock:
+        if model in _in_use:
+            raise RuntimeError(
+                f"`target` ({type(model).__name__}) is in use by another `generate` that has not ended. Wait for it, "
+                "generate for both prompts as one batch, or load the target twice."
+            )
+        _in_use.add(model)
+    try:
+        yield
+    finally:
+        _in_use.discard(model)
+
+
 def locate_text_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The text backbone (with `layers`, `norm`, `embed_tokens`) inside `model`, and the output head that belongs to it.
 
     Goes down `language_model` and `model`, as the multimodal wrapper and the text classes nest them. ValueError without
-    both.
+    both, and with a compiled part.
     """
     head, module = None, model
     while module is not None:
+        refuse_compiled(module)
         head = head or getattr(module, "lm_head", None)
         if all(hasattr(module, name) for name in ("layers", "norm", "embed_tokens")):
             break
@@ -245,7 +329,26 @@ def locate_text_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
             f"`target` is a {type(model).__name__}, a backbone without an output head (`lm_head`), so it cannot say "
             "which token comes next. Load it with AutoModelForCausalLM.from_pretrained instead of AutoModel."
         )
+    for layer in module.layers:
+        refuse_compiled(layer, *layer.children())
+    refuse_compiled(head)
     return module, head
+
+
+def refuse_compiled(*modules: nn.Module) -> None:
+    """ValueError for a module that was compiled: it may leave out the hooks that are put on it and inside it."""
+    for module in modules:
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"`target` is compiled, in whole or in part ({type(module).__name__}), and compiled modules may leave "
+                "out the hooks that read its hidden states. Pass it uncompiled; the draft may be compiled."
+            )
+
+
+def _right_aligned(lengths: list[int], width: int, device: torch.device) -> torch.Tensor:
+    """`[B, width]` int64: 1 in the last `lengths[i]` places of row i."""
+    starts = width - torch.tensor(lengths, device=device)
+    return (torch.arange(width, device=device) >= starts[:, None]).long()
 
 
 def cache_argument(model: nn.Module) -> str:

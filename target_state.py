@@ -8,8 +8,11 @@ the recurrence alone is run again over the tokens that stay. No projection, no e
 Three questions, one class each: where a cache keeps its tensors (`ListStore`, `LayerStore`), how a layer's recurrence
 is replayed (`ReleasedDeltaReplay`, `NativeDeltaReplay`, `LayerReplay`), and the whole target's state (`TargetState`).
 
-Shapes: B batch, W verify width, N kept tokens, R layers replayed together, H heads, K key and V value channels of a
-head, D = H * K, L conv window.
+The rows of a batch keep different numbers of tokens, but keys and values can only be cut for all of them at once. Of
+the slots that stay, a row leaves some unused; `Slots` knows which, and the attention mask hides them.
+
+Shapes: B batch, W verify width, N tokens kept by the row that keeps most, S key/value slots, R layers replayed
+together, H heads, K key and V value channels of a head, D = H * K, L conv window.
 """
 
 import threading
@@ -44,6 +47,52 @@ class RecurrentState:
         return RecurrentState(tuple(t.clone() for t in self.conv), tuple(t.clone() for t in self.recurrent))
 
 
+class Slots:
+    """Which key/value slots of each row hold a position: all but those of padding and of rejected tokens.
+
+    Attributes:
+        mask: `[B, S]` int64, 1 where a slot holds a position; the next forward's attention mask begins with it.
+        lengths: how many positions each row holds.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device):
+        self.mask = torch.ones(batch_size, 0, dtype=torch.long, device=device)
+        self.lengths = [0] * batch_size
+
+    @property
+    def count(self) -> int:
+        return self.mask.shape[1]
+
+    @property
+    def are_full(self) -> bool:
+        """Whether every slot of every row holds a position, so that slot and position are one."""
+        return all(length == self.count for length in self.lengths)
+
+    def append(self, mask: torch.Tensor, lengths: list[int]) -> None:
+        """Take up the slots of a forward: `mask` `[B, W]`, of which row i holds `lengths[i]`."""
+        self.mask = torch.cat([self.mask, mask], dim=1)
+        self.lengths = [held + new for held, new in zip(self.lengths, lengths, strict=True)]
+
+    def keep(self, kept: list[int], width: int) -> None:
+        """Of the last `width` slots, held by all rows, keep the first `kept[i]` in row i, and cut what no row keeps."""
+        start = self.count - width
+        self.mask = self.mask[:, : start + max(kept)]
+        if len(set(kept)) > 1:
+            self.mask = self.mask.clone()
+            self.mask[:, start:] = ~_beyond(kept, self.mask.device)
+        self.lengths = [length - width + keep for length, keep in zip(self.lengths, kept, strict=True)]
+
+    def close_gaps(self) -> torch.Tensor | None:
+        """If a quarter of the slots or more could be done without: the slots `[B, longest row]` to take, in order and
+        behind padding, after which they are the only ones. Else None."""
+        longest = max(self.lengths)
+        if 4 * (self.count - longest) < self.count:
+            return None
+        taken = self.mask.argsort(dim=1, stable=True)[:, self.count - longest :]
+        self.mask = self.mask.gather(1, taken)
+        return taken
+
+
 class ListStore:
     """A cache that keeps lists over layers (`KimiDynamicCache` as released): tensors are replaced by assignment."""
 
@@ -61,6 +110,11 @@ class ListStore:
         for i in self.attention_layers:
             self.cache.key_cache[i] = self.cache.key_cache[i][..., :length, :]
             self.cache.value_cache[i] = self.cache.value_cache[i][..., :length, :]
+
+    def move(self, slots: torch.Tensor) -> None:
+        for i in self.attention_layers:
+            self.cache.key_cache[i] = _take_slots(self.cache.key_cache[i], slots)
+            self.cache.value_cache[i] = _take_slots(self.cache.value_cache[i], slots)
 
     def read(self, index: int) -> RecurrentState:
         conv = self.cache.conv_states[index]
@@ -100,6 +154,11 @@ class LayerStore:
             self.layers[i].keys = self.layers[i].keys[..., :length, :]
             self.layers[i].values = self.layers[i].values[..., :length, :]
 
+    def move(self, slots: torch.Tensor) -> None:
+        for i in self.attention_layers:
+            self.layers[i].keys = _take_slots(self.layers[i].keys, slots)
+            self.layers[i].values = _take_slots(self.layers[i].values, slots)
+
     def read(self, index: int) -> RecurrentState:
         layer = self.layers[index]
         conv = (state for state in layer.conv_states.values() if state is not None)
@@ -127,16 +186,24 @@ def open_store(cache) -> ListStore | LayerStore:
 
 
 def delta_rule_state(
-    state: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+    state: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    kept: list[int],
 ) -> torch.Tensor:
     """The KDA recurrence without its outputs (Kimi Linear, arXiv 2510.26692, equation 1), token by token.
 
         S <- diag(exp g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T
 
     Args: state `[B, H, K, V]`, key `[B, N, H, K]` before its L2 norm, value `[B, N, H, V]`, log_decay `[B, N, H, K]`,
-    beta `[B, N, H]`. Returns the state after N tokens, `[B, H, K, V]` float32.
+    beta `[B, N, H]`. Returns the state after the first `kept[i]` tokens of row i, `[B, H, K, V]` float32.
     """
     batch, heads = state.shape[:2]
+    if min(kept) < key.shape[1]:  # a step with beta = 0 and no decay leaves the state as it is
+        beyond = _beyond(kept, key.device)[..., None]
+        beta, log_decay = beta.masked_fill(beyond, 0.0), log_decay.masked_fill(beyond[..., None], 0.0)
     key, value, decay, beta = (  # [B * H, N, *]
         t.float().transpose(1, 2).flatten(0, 1) for t in (key, value, log_decay.float().exp(), beta.unsqueeze(-1))
     )
@@ -173,17 +240,17 @@ class Replay(ABC):
 
     @staticmethod
     @abstractmethod
-    def replay(replays: list["Replay"], before: list[RecurrentState], kept: int) -> list[RecurrentState]:
-        """For layers of one family, the states after the first `kept` tokens of the caught forward, from the states
-        `before` it."""
+    def replay(replays: list["Replay"], before: list[RecurrentState], kept: list[int]) -> list[RecurrentState]:
+        """For layers of one family, the states after the first `kept[i]` tokens of row i of the caught forward, from
+        the states `before` it."""
 
     @classmethod
     def compare(
-        cls, replays: list["Replay"], before: list[RecurrentState], own: list[RecurrentState], width: int
+        cls, replays: list["Replay"], before: list[RecurrentState], own: list[RecurrentState], whole: list[int]
     ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """For each layer, pairs of tensors that agree if a replay of the whole forward does what the target did:
-        replayed, `own`."""
-        return [_pair_up(mine, theirs) for mine, theirs in zip(cls.replay(replays, before, width), own)]
+        replayed, `own`. `whole` is its width, for each row."""
+        return [_pair_up(mine, theirs) for mine, theirs in zip(cls.replay(replays, before, whole), own)]
 
 
 class DeltaReplay(Replay):
@@ -231,9 +298,11 @@ class ReleasedDeltaReplay(DeltaReplay):
         return (type(self), self.lower_bound)
 
     @staticmethod
-    def replay(replays: list["ReleasedDeltaReplay"], before: list[RecurrentState], kept: int) -> list[RecurrentState]:
+    def replay(
+        replays: list["ReleasedDeltaReplay"], before: list[RecurrentState], kept: list[int]
+    ) -> list[RecurrentState]:
         def gather(name):  # [R * B, N, H, *]
-            rows = torch.cat([replay.caught[name] for replay in replays])[:, :kept]
+            rows = torch.cat([replay.caught[name] for replay in replays])[:, : max(kept)]
             return rows.unflatten(-1, (replays[0].caught["b_proj"].shape[-1], -1))
 
         state = delta_rule_state(
@@ -242,6 +311,7 @@ class ReleasedDeltaReplay(DeltaReplay):
             gather("v_conv1d output"),
             ReleasedDeltaReplay._log_decay(replays, gather("f_b_proj")),
             gather("b_proj").squeeze(-1).float().sigmoid(),
+            kept * len(replays),
         )
         raw = [replay.caught[f"{name} input"] for replay in replays for name in ReleasedDeltaReplay.CONVOLUTIONS]
         windows = _slide_windows([window for state in before for window in state.conv], raw, kept)
@@ -286,13 +356,15 @@ class NativeDeltaReplay(DeltaReplay):
         add_hook(self.mixer.forget_gate, self._catch_gate)
 
     @staticmethod
-    def replay(replays: list["NativeDeltaReplay"], before: list[RecurrentState], kept: int) -> list[RecurrentState]:
+    def replay(
+        replays: list["NativeDeltaReplay"], before: list[RecurrentState], kept: list[int]
+    ) -> list[RecurrentState]:
         def gather(name):  # [R * B, N, *]
-            return torch.cat([replay.caught[name] for replay in replays])[:, :kept]
+            return torch.cat([replay.caught[name] for replay in replays])[:, : max(kept)]
 
         raw = [torch.cat([replay.caught[name] for name in NativeDeltaReplay.INPUTS], dim=-1) for replay in replays]
         windows = [state.conv[0] for state in before]
-        key, value = NativeDeltaReplay._convolve(replays, windows, raw, kept)
+        key, value = NativeDeltaReplay._convolve(replays, windows, raw, max(kept))
         beta = torch.sigmoid(gather("b_proj"))
         heads = (beta.shape[-1], -1)
         state = delta_rule_state(
@@ -301,6 +373,7 @@ class NativeDeltaReplay(DeltaReplay):
             value.unflatten(-1, heads),
             gather("forget_gate"),
             beta,
+            kept * len(replays),
         )
         slid = _slide_windows(windows, raw, kept)
         return [RecurrentState((window,), (state,)) for window, state in zip(slid, state.chunk(len(replays)))]
@@ -347,24 +420,24 @@ class LayerReplay(Replay):
         return (type(self), self.index)
 
     @staticmethod
-    def replay(replays: list["LayerReplay"], before: list[RecurrentState], kept: int) -> list[RecurrentState]:
+    def replay(replays: list["LayerReplay"], before: list[RecurrentState], kept: list[int]) -> list[RecurrentState]:
         for replay, state in zip(replays, before):
             replay._step_through(state, kept)
         return [replay.store.read(replay.index) for replay in replays]
 
     @classmethod
     def compare(
-        cls, replays: list["LayerReplay"], before: list[RecurrentState], own: list[RecurrentState], width: int
+        cls, replays: list["LayerReplay"], before: list[RecurrentState], own: list[RecurrentState], whole: list[int]
     ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         # A wide forward that forgets what came before need not show in the state, so the outputs are compared too.
         pairs = []
         for replay, state, theirs in zip(replays, before, own):
-            outputs = replay._step_through(state, width)
+            outputs = replay._step_through(state, whole)
             mine = replay.store.read(replay.index)
             pairs.append([(outputs, _hidden_states(replay.call[3])), *_pair_up(mine, theirs)])
         return pairs
 
-    def _step_through(self, before: RecurrentState, kept: int) -> torch.Tensor:
+    def _step_through(self, before: RecurrentState, kept: list[int]) -> torch.Tensor:
         if self.call is None:
             raise ValueError(
                 f"The recurrent state of the target's `{self.name}` cannot be rolled back: none of its children "
@@ -375,10 +448,13 @@ class LayerReplay(Replay):
         width = _hidden_states(output).shape[1]
         self.store.write(self.index, before.clone())  # a step may write in place
         outputs = []
-        for token in range(kept):
+        for token in range(max(kept)):
             step_args = tuple(_take_token(value, token, width) for value in args)
             step_kwargs = {name: _take_token(value, token, width) for name, value in kwargs.items()}
+            held = self.store.read(self.index).clone() if min(kept) <= token else None
             outputs.append(_hidden_states(module(*step_args, **step_kwargs)))
+            if held is not None:  # rows that keep no more tokens stay as they were
+                self.store.write(self.index, _take_rows(kept, token, self.store.read(self.index), held))
         return torch.cat(outputs, dim=1)
 
     def _catch(self, module, args, kwargs, output):
@@ -425,6 +501,7 @@ class TargetState:
     def close(self) -> None:
         """Take all hooks off."""
         self._hooks.close()
+        self._hooked = False
 
     def _add_hook(self, module: nn.Module, hook: Callable) -> None:
         owner = threading.get_ident()
@@ -434,11 +511,11 @@ class TargetState:
 
         self._hooks.callback(module.register_forward_hook(while_recording, with_kwargs=True).remove)
 
-    def roll_back(self, length: int, kept: int, width: int) -> None:
-        """Leave the state as if the verify forward had been `kept` wide instead of `width`, `length` positions in
-        all."""
-        if kept < width:
-            self.store.cut(length)
+    def roll_back(self, slots: int, kept: list[int], width: int) -> None:
+        """Leave the state as if the verify forward had been `kept[i]` wide in row i instead of `width`; of the keys and
+        values, the first `slots`."""
+        if min(kept) < width:
+            self.store.cut(slots)
             for group in self.groups:
                 replays, before = [self.replays[i] for i in group], [self.before[i] for i in group]
                 for index, state in zip(group, replays[0].replay(replays, before, kept)):
@@ -454,7 +531,8 @@ class TargetState:
         for group in self.groups:
             replays, before = [self.replays[i] for i in group], [self.before[i] for i in group]
             own = [self.store.read(i).clone() for i in group]
-            for replay, state, pairs in zip(replays, own, replays[0].compare(replays, before, own, width)):
+            whole = [width] * own[0].recurrent[0].shape[0]
+            for replay, state, pairs in zip(replays, own, replays[0].compare(replays, before, own, whole)):
                 tensors = state.conv + state.recurrent
                 tolerance = max(REPLAY_TOLERANCE.get(t.dtype, LOW_PRECISION_TOLERANCE) for t in tensors)
                 for mine, theirs in pairs:
@@ -500,12 +578,37 @@ def _gate_lower_bound(mixer: nn.Module, config) -> float | None:
     return next((bound for bound in (*holders, getattr(config, "gate_lower_bound", None)) if bound is not None), None)
 
 
-def _slide_windows(windows: list[torch.Tensor], raw: list[torch.Tensor], kept: int) -> tuple[torch.Tensor, ...]:
-    """For each layer the last L columns of its window `[B, D, L]` followed by the first `kept` rows of raw
-    `[B, W, D]`."""
-    held, new = torch.cat(windows, dim=1), torch.cat(raw, dim=-1)[:, :kept].transpose(1, 2)
-    slid = torch.cat([held, new.to(held.dtype)], dim=-1)[..., -held.shape[-1] :].contiguous()
+def _slide_windows(windows: list[torch.Tensor], raw: list[torch.Tensor], kept: list[int]) -> tuple[torch.Tensor, ...]:
+    """For each layer, in row i, the last L columns of its window `[B, D, L]` followed by the first `kept[i]` rows of
+    raw `[B, W, D]`."""
+    held, new = torch.cat(windows, dim=1), torch.cat(raw, dim=-1)[:, : max(kept)].transpose(1, 2)
+    seen, size = torch.cat([held, new.to(held.dtype)], dim=-1), held.shape[-1]
+    if min(kept) == max(kept):
+        slid = seen[..., -size:].contiguous()
+    else:
+        columns = torch.tensor(kept, device=seen.device)[:, None] + torch.arange(size, device=seen.device)
+        slid = seen.gather(-1, columns[:, None].expand(-1, seen.shape[1], -1))
     return slid.split([window.shape[1] for window in windows], dim=1)
+
+
+def _beyond(kept: list[int], device: torch.device) -> torch.Tensor:
+    """`[B, N]` bool: true for the tokens of row i behind its first `kept[i]`."""
+    return torch.arange(max(kept), device=device) >= torch.tensor(kept, device=device)[:, None]
+
+
+def _take_rows(kept: list[int], token: int, new: RecurrentState, held: RecurrentState) -> RecurrentState:
+    """`new` for the rows that keep `token`, `held` for the others."""
+    keeps = torch.tensor([count > token for count in kept], device=new.recurrent[0].device)
+
+    def choose(mine: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        return torch.where(keeps.view(-1, *[1] * (mine.dim() - 1)), mine, old)
+
+    return RecurrentState(tuple(map(choose, new.conv, held.conv)), tuple(map(choose, new.recurrent, held.recurrent)))
+
+
+def _take_slots(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Of `[B, H, S, *]` the slots `[B, n]`, each row its own."""
+    return tensor.gather(2, slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
 
 
 def _take_token(value, token: int, width: int):

@@ -71,6 +71,12 @@ def parse_arguments() -> argparse.Namespace:
         help="0 for greedy decoding (default), else sampling from the target's whole distribution at this temperature",
     )
     parser.add_argument(
+        "--verification",
+        choices=["token", "block"],
+        default="token",
+        help="when sampling: judge draft tokens one by one (default), or all together",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, help="random seed; each question has its own stream (default: 0)"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file too")
@@ -171,6 +177,7 @@ def ask(question: dict, draft, target, tokenizer, arguments: argparse.Namespace)
     sampling = {"do_sample": arguments.temperature > 0}
     if arguments.temperature > 0:  # transformers' own default is the 50 likeliest tokens
         sampling |= {"temperature": arguments.temperature, "top_k": 0, "top_p": 1.0}
+        sampling["verification"] = arguments.verification
     conversation, turns = [], []
     for text in question["turns"] if arguments.multi_turn else question["turns"][:1]:
         conversation.append(text)
@@ -524,6 +531,7 @@ def settings_of(arguments: argparse.Namespace) -> dict:
         "multi_turn": arguments.multi_turn,
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
+        "verification": arguments.verification,
         "seed": arguments.seed,
     }
 

@@ -102,6 +102,7 @@ def make_target(kind: str, seed: int = 0, **changes):
         )
         return KimiK3ForConditionalGeneration(config).eval()
     if kind == "native":
+        changes = {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2, **changes}
         config = transformers.KimiLinearConfig(
             **dict(SMALL, **changes),
             intermediate_size=48,
@@ -117,7 +118,6 @@ def make_target(kind: str, seed: int = 0, **changes):
             linear_head_dim=8,
             linear_num_heads=2,
             initializer_range=0.3,
-            layer_types=["linear_attention"] * 3 + ["full_attention"] * 2,
             eos_token_id=None,
         )
         return transformers.KimiLinearForCausalLM(config).eval()
@@ -156,9 +156,29 @@ def tensors_of(cache) -> dict[str, torch.Tensor]:
     return held
 
 
+class Forwards:
+    """Records the width of every forward of a target."""
+
+    def __init__(self, target):
+        self.widths = []
+        self.remove = target.register_forward_pre_hook(self._record, with_kwargs=True).remove
+
+    def _record(self, module, args, kwargs):
+        self.widths.append(kwargs["input_ids"].shape[1])
+
+
 def random_ids(length: int) -> torch.Tensor:
     """A prompt `[1, length]` of ids that every small target knows and none takes for a special token."""
     return torch.randint(0, 7, (1, length))
+
+
+def pad_left(rows: list[torch.Tensor], pad_token_id: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts `[1, n]` of any lengths as one batch: ids and attention mask, `[B, longest]` each."""
+    width = max(row.shape[1] for row in rows)
+    pad = torch.nn.functional.pad
+    ids = torch.cat([pad(row, (width - row.shape[1], 0), value=pad_token_id) for row in rows])
+    mask = torch.cat([pad(torch.ones_like(row), (width - row.shape[1], 0)) for row in rows])
+    return ids, mask
 
 
 @pytest.fixture
@@ -219,8 +239,9 @@ def make_scripted_draft(target, propose, **nested):
     from dspark.modeling_dspark import DSparkDraftModel
 
     class ScriptedDraft(DSparkDraftModel):
-        def draft_block(self, anchor_ids, cache, target, prefix_ids=None, *rest):
-            block = super().draft_block(anchor_ids, cache, target, prefix_ids, *rest)
+        def draft_block(self, anchor_ids, cache, target, texts, *rest):
+            block = super().draft_block(anchor_ids, cache, target, texts, *rest)
+            (prefix_ids,) = texts.texts
             self.prefixes.append(prefix_ids.clone())
             if self.watch is not None:
                 self.watch(prefix_ids, cache, target)

@@ -621,7 +621,7 @@ def test_the_trace_equals_what_the_generation_loop_sees(kind):
             block = torch.cat([ids[:, at : at + 8], random_ids(max(0, at + 8 - 31))], dim=1)
             block[:, kept:] = (block[:, kept:] + 1) % 7
             output = target.verify(block)
-            target.commit(kept, 8)
+            target.commit([kept], 8)
             features.append(output.features[:, :kept])
             logits.append(output.logits[:, :kept])
             at += kept
@@ -647,7 +647,7 @@ def test_observing_leaves_the_target_as_it_was(kind):
     with torch.no_grad(), target:
         target.prefill(ids[:, :6])
         target.observe(make_text(3, 9))
-        assert target.length == 6
+        assert target.lengths == [6]
         continued = target.verify(ids[:, 6:]).features
     assert same_trace(continued, target.observe(ids).features[:, 6:])
     for module in target.model.modules():

@@ -343,6 +343,7 @@ def test_a_run_with_other_settings_does_not_go_on(interrupted, run_main, capsys)
     for name, options in {
         "temperature": [*interrupted.options, "--temperature", "0.5"],
         "max_new_tokens": [*interrupted.options, "--max-new-tokens", "13"],
+        "verification": [*interrupted.options, "--verification", "block"],
         "seed": [*interrupted.options, "--seed", "1"],
         "draft": [*interrupted.options, "--draft", "elsewhere"],
         "target": [*interrupted.options, "--target", "elsewhere", "--draft", "elsewhere"],

@@ -10,12 +10,14 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from common import TINY_TARGET
 from conftest import ROOT, make_draft, make_target, plain_greedy
 
 ROOT_MODULES = {
     "configuration_dspark.py",
     "modeling_dspark.py",
     "generation_dspark.py",
+    "processors_dspark.py",
     "request_dspark.py",
     "target_kimi_k3.py",
     "target_state.py",
@@ -135,7 +137,34 @@ def test_custom_generate_is_the_same_door(odd_copy):
     assert torch.equal(by_door.sequences, plain_greedy(target, prompt, 12)) and by_door.num_target_forwards > 0
     by_keyword = target.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), draft_model=draft, **door)
     assert torch.equal(by_keyword, by_door.sequences)
-    with pytest.raises(ValueError, match="draft_model.*NoneType"):
-        target.generate(prompt, **door)
+    with pytest.raises(ValueError, match="draft_model.*Qwen3ForCausalLM"):
+        target.generate(prompt, draft_model=target, **door)
     with pytest.raises(ValueError, match="num_beams"):
         target.generate(prompt, draft_model=draft, num_beams=2, **door)
+
+
+def test_the_text_generation_pipeline_takes_the_same_door(odd_copy):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_TARGET, trust_remote_code=True)
+    target = make_target("qwen3", vocab_size=len(tokenizer))
+    write = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
+    prompts, options = ["def merge(a, b):", "x ="], {"max_new_tokens": 12, "do_sample": False}
+    door = {"custom_generate": str(odd_copy), "trust_remote_code": True, "draft_model": make_draft(target)}
+    assert write(prompts, batch_size=2, **door, **options) == write(prompts, **options)
+
+
+def test_custom_generate_loads_the_published_draft_once(odd_copy, monkeypatch):
+    target = make_target("qwen3")
+    draft = transformers.AutoModel.from_pretrained(odd_copy, trust_remote_code=True, dtype=torch.float32)
+    loaded = []
+
+    def from_pretrained(name, **options):
+        loaded.append((name, options["trust_remote_code"], options["device_map"]))
+        return draft
+
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", from_pretrained)
+    prompt = torch.tensor([[1, 2, 3, 4, 5]])
+    door = {"custom_generate": str(odd_copy), "trust_remote_code": True, "do_sample": False, "max_new_tokens": 12}
+    for _ in range(2):
+        assert torch.equal(target.generate(prompt, **door), plain_greedy(target, prompt, 12))
+    assert loaded == [("RadixArk/Kimi-K3-DSpark", True, {"": torch.device("cpu")})]
+

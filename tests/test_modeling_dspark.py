@@ -13,7 +13,6 @@ from dspark.modeling_dspark import DSparkDraftModel
 from dspark.target_kimi_k3 import VerifiableTarget
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -348,27 +347,18 @@ def test_markov_rank_zero_and_no_confidence_head():
     assert torch.equal(block.logits, lender.head(block.hidden))
 
 
-class Recording(LogitsProcessor):
-    """Keeps what it is called with, writes into it, and forbids the token it would otherwise have drawn."""
+def test_scores_are_made_of_the_tokens_drafted_so_far():
+    draft, seen = small_draft(), []
 
-    def __init__(self):
-        self.seen = []
+    def forbid_the_best(drafted, logits):
+        seen.append(([tokens.tolist() for tokens in drafted], logits))
+        return logits.scatter(1, logits.argmax(dim=-1, keepdim=True), -torch.inf)
 
-    def __call__(self, input_ids, scores):
-        self.seen.append((input_ids.clone(), scores.clone()))
-        scores.scatter_(1, scores.argmax(dim=-1, keepdim=True), -torch.inf)
-        return scores
-
-
-def test_processors_see_the_text_drafted_so_far():
-    draft, processor = small_draft(), Recording()
-    prefix = torch.tensor([[4, 9, 21]])
-    cache = written(draft, features_of(1, 2))
-    block = draft.draft_block(torch.tensor([21]), cache, Lender(), prefix, LogitsProcessorList([processor]))
-    text = torch.cat([prefix, block.tokens], dim=1)
-    assert [seen.tolist() for seen, _ in processor.seen] == [text[:, : 3 + row].tolist() for row in range(7)]
-    given = torch.stack([scores for _, scores in processor.seen], dim=1)
-    assert torch.equal(block.logits, given), "raw logits, untouched by a processor that writes in place"
+    block = draft.draft_block(torch.tensor([21]), written(draft, features_of(1, 2)), Lender(), forbid_the_best)
+    tokens = block.tokens[0].tolist()
+    assert [drafted for drafted, _ in seen] == [[[token] for token in tokens[:row]] for row in range(7)]
+    given = torch.stack([logits for _, logits in seen], dim=1)
+    assert torch.equal(block.logits, given)
     assert torch.equal(block.scores, given.scatter(2, given.argmax(dim=-1, keepdim=True), -torch.inf))
     assert torch.equal(block.tokens, block.scores.argmax(dim=-1)) and block.scores.dtype == torch.float32
 
@@ -377,10 +367,9 @@ def test_sampled_tokens_follow_the_softmax_of_the_scores():
     draft, lender = small_draft(), Lender()
     rows = 4000
     cache = written(draft, features_of(1, 2).expand(rows, -1, -1))
-    flatten = LogitsProcessorList([lambda ids, scores: scores / 2])
     anchors = torch.full((rows,), 21)
     torch.manual_seed(8)
-    block = draft.draft_block(anchors, cache, lender, anchors[:, None], flatten, do_sample=True)
+    block = draft.draft_block(anchors, cache, lender, lambda _, logits: logits / 2, do_sample=True)
     expected = block.scores[0, 0].softmax(dim=-1) * rows
     counts = torch.bincount(block.tokens[:, 0], minlength=40)
     common = expected >= 5
@@ -661,25 +650,18 @@ def test_bad_context_is_refused_and_nothing_is_written(features, positions, mess
 
 
 @pytest.mark.parametrize(
-    "anchors, options, message",
+    "anchors, message",
     [
-        (torch.tensor([1, 2]), {}, r"shape \[2\], expected int64 of shape \[1\]"),
-        (torch.tensor([[1]]), {}, r"shape \[1, 1\], expected int64 of shape \[1\]"),
-        (torch.tensor([1.0]), {}, "torch.float32 .* expected int64"),
-        (torch.tensor([1]), {"logits_processor": LogitsProcessorList([Recording()])}, "prefix_ids is None"),
-        (
-            torch.tensor([1]),
-            {"prefix_ids": torch.tensor([1, 2])},
-            r"prefix_ids have shape \[2\], expected \[1, length\]",
-        ),
-        (torch.tensor([1]), {"prefix_ids": torch.zeros(2, 3).long()}, r"prefix_ids have shape \[2, 3\]"),
+        (torch.tensor([1, 2]), r"shape \[2\], expected int64 of shape \[1\]"),
+        (torch.tensor([[1]]), r"shape \[1, 1\], expected int64 of shape \[1\]"),
+        (torch.tensor([1.0]), "torch.float32 .* expected int64"),
     ],
 )
-def test_bad_block_input_is_refused_before_any_forward(anchors, options, message):
+def test_bad_block_input_is_refused_before_any_forward(anchors, message):
     draft, lender = small_draft(), Lender()
     cache = written(draft, features_of(1, 4))
     with pytest.raises(ValueError, match=message):
-        draft.draft_block(anchors, cache, lender, **options)
+        draft.draft_block(anchors, cache, lender)
     assert not lender.embedded
 
 

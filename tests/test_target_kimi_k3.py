@@ -34,9 +34,9 @@ def run_rounds(target: VerifiableTarget, prompt: torch.Tensor, kept_counts, expe
         block = random_ids(WIDTH)
         expected = model(input_ids=torch.cat([committed, block], dim=1)).logits[:, -WIDTH:]
         torch.testing.assert_close(target.verify(block).logits, expected, atol=3e-4, rtol=1e-4)
-        target.commit(kept, WIDTH)
+        target.commit([kept], WIDTH)
         committed = torch.cat([committed, block[:, :kept]], dim=1)
-        assert target.length == committed.shape[1]
+        assert target.lengths == [committed.shape[1]]
     return committed
 
 
@@ -296,7 +296,7 @@ def test_cached_forwards_get_the_mask_over_past_and_block(kind):
         run_rounds(target, random_ids(6), [])
         for kept in (2, 5):
             target.verify(random_ids(WIDTH))
-            target.commit(kept, WIDTH)
+            target.commit([kept], WIDTH)
     assert [(list(mask.shape), cached) for mask, cached in seen] == [([1, 6], False), ([1, 14], True), ([1, 16], True)]
     assert all(bool((mask == 1).all()) for mask, _ in seen)
 
@@ -330,8 +330,8 @@ def test_another_forward_between_verify_and_commit_changes_nothing(kind):
             target.verify(block)
             model(input_ids=random_ids(20), use_cache=True)
             other.verify(random_ids(WIDTH))
-            target.commit(kept, WIDTH)
-            other.commit(1, WIDTH)
+            target.commit([kept], WIDTH)
+            other.commit([1], WIDTH)
         committed = torch.cat([prompt, block, block[:, :3]], dim=1)
         expected = model(input_ids=torch.cat([committed, block], dim=1)).logits[:, -WIDTH:]
         torch.testing.assert_close(target.verify(block).logits, expected, atol=3e-4, rtol=1e-4)
@@ -342,7 +342,7 @@ def test_leaving_forgets_and_entering_again_starts_anew(kind):
     for prompt_length in (5, 9):
         with target:
             run_rounds(target, random_ids(prompt_length), [2, 5])
-        assert target.length == 0 and target.cache is None
+        assert target.lengths == [] and target.cache is None
 
 
 def test_the_cache_is_freed_on_leaving_even_after_an_error(kind):
@@ -373,7 +373,9 @@ def test_images_count_as_many_positions_as_they_expand_to():
     images = {"pixel_values": torch.randn(16 + 8, 3, patch, patch), "grid_thws": torch.tensor([[1, 4, 4], [1, 2, 4]])}
     with VerifiableTarget(model, (0, 3, 4)) as target:
         output = target.prefill(ids, **images)
-        assert target.length == 4 + 4 + 2 and output.features.shape == (1, 10, 96) and output.logits.shape == (1, 1, 12)
+        assert (
+            target.lengths == [4 + 4 + 2] and output.features.shape == (1, 10, 96) and output.logits.shape == (1, 1, 12)
+        )
         committed = torch.empty(1, 0, dtype=torch.long)
         for kept in (3, 8, 1):
             block = random_ids(WIDTH)
@@ -387,9 +389,9 @@ def test_images_count_as_many_positions_as_they_expand_to():
             torch.testing.assert_close(
                 verified.features, torch.cat([s.features for s in steps], dim=1)[:, -WIDTH:], atol=3e-4, rtol=1e-4
             )
-            target.commit(kept, WIDTH)
+            target.commit([kept], WIDTH)
             committed = torch.cat([committed, block[:, :kept]], dim=1)
-            assert target.length == 10 + committed.shape[1]
+            assert target.lengths == [10 + committed.shape[1]]
 
 
 # Leaving no trace

@@ -43,7 +43,7 @@ def assert_same_state(cache, expected: dict[str, torch.Tensor], only: str = "", 
 def run_round(target: VerifiableTarget, committed: torch.Tensor, kept: int, width: int = WIDTH) -> torch.Tensor:
     block = random_ids(width)
     target.verify(block)
-    target.commit(kept, width)
+    target.commit([kept], width)
     return torch.cat([committed, block[:, :kept]], dim=1)
 
 
@@ -64,13 +64,14 @@ def random_recurrence(tokens: int, seed: int = 0):
 
 def test_delta_rule_equals_the_formula_written_out_in_float64():
     given = random_recurrence(tokens=9)
-    result = delta_rule_state(**given)
+    kept = [9, 4]
+    result = delta_rule_state(**given, kept=kept)
     assert result.dtype == torch.float32 and result.shape == given["state"].shape
     wide = {name: tensor.double() for name, tensor in given.items()}
     for b in range(2):
         for h in range(3):
             state = wide["state"][b, h]
-            for t in range(9):
+            for t in range(kept[b]):
                 key = wide["key"][b, t, h]
                 key = key / (key @ key + 1e-6).sqrt()
                 state = torch.diag(wide["log_decay"][b, t, h].exp()) @ state
@@ -83,7 +84,7 @@ def test_delta_rule_leaves_the_state_alone_without_beta_and_decay():
     given["beta"].zero_()
     given["log_decay"].zero_()
     before = given["state"].clone()
-    assert torch.equal(delta_rule_state(**given), before)
+    assert torch.equal(delta_rule_state(**given, kept=[4, 4]), before)
     assert torch.equal(given["state"], before)
 
 
@@ -110,7 +111,7 @@ def test_30_random_rounds_keep_the_state_of_a_fresh_prefill(kind):
             target.prefill(committed)
             for _ in range(10):
                 committed = run_round(target, committed, choose.randint(1, WIDTH))
-                assert target.length == committed.shape[1]
+                assert target.lengths == [committed.shape[1]]
                 assert_same_state(target.cache, fresh_tensors(model, committed), atol=3e-4, rtol=1e-4)
 
 
@@ -151,7 +152,7 @@ def test_snapshots_survive_forwards_that_write_in_place(kind):
                 committed = torch.cat([committed, token], dim=1)
                 mask = torch.ones_like(committed)
                 model(input_ids=token, attention_mask=mask, use_cache=True, **{name: target.cache})
-                target.length += 1
+                target.slots.append(torch.ones_like(token), [1])
             assert_same_state(target.cache, fresh_tensors(model, committed))
 
 
@@ -220,12 +221,12 @@ def test_a_wrong_gate_is_refused(kind, bound, dtype, monkeypatch):
 def test_a_wrong_recurrence_is_refused(kind, monkeypatch):
     right = target_state.delta_rule_state
     wrong = {
-        "weaker beta": lambda s, k, v, g, b: right(s, k, v, g, b * 0.9),
-        "no delta": lambda s, k, v, g, b: (
+        "weaker beta": lambda s, k, v, g, b, n: right(s, k, v, g, b * 0.9, n),
+        "no delta": lambda s, k, v, g, b, n: (
             s * g.exp().prod(dim=1).unsqueeze(-1) + torch.einsum("bnh,bnhk,bnhv->bhkv", b, k, v)
         ),
-        "decay per head": lambda s, k, v, g, b: right(s, k, v, g.mean(-1, keepdim=True).expand_as(g), b),
-        "state transposed": lambda s, k, v, g, b: right(s.transpose(-1, -2), k, v, g, b),
+        "decay per head": lambda s, k, v, g, b, n: right(s, k, v, g.mean(-1, keepdim=True).expand_as(g), b, n),
+        "state transposed": lambda s, k, v, g, b, n: right(s.transpose(-1, -2), k, v, g, b, n),
     }
     for formula in wrong.values():
         monkeypatch.setattr(target_state, "delta_rule_state", formula)
@@ -242,7 +243,7 @@ def test_the_check_leaves_the_state_as_the_target_made_it(kind):
         target.prefill(prompt)
         target.verify(block)
         assert_same_state(target.cache, fresh_tensors(model, torch.cat([prompt, block], dim=1)))
-        target.commit(2, WIDTH)
+        target.commit([2], WIDTH)
         assert_same_state(target.cache, fresh_tensors(model, torch.cat([prompt, block[:, :2]], dim=1)))
 
 
@@ -356,7 +357,7 @@ def test_a_check_may_be_followed_by_a_rollback_of_the_same_round():
         target.prefill(prompt)
         target._checked = False
         target.verify(block)
-        target.commit(1, WIDTH)
+        target.commit([1], WIDTH)
         assert_same_state(target.cache, fresh_tensors(model, torch.cat([prompt, block[:, :1]], dim=1)))
 
 
