@@ -42,7 +42,7 @@ class RowProcessors:
 
     They are asked only about text that the target alone could come to. A block goes on behind an end of text and beyond
     the budget, where a constraint may have nothing left to allow. The places there are cut anyway, so their scores stay
-    as they are. Finding out has the host wait for the device, so where all of them are content with any text nobody does.
+    as they are. Finding out has the host wait for the device, which is left out where any text suits all of them.
 
     Args:
         rows: the processors of each row.
