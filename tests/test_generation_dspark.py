@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import transformers
+from common import TINY_TARGET
 from conftest import (
     TARGET_KINDS,
     Forwards,
@@ -424,6 +425,46 @@ def test_custom_stopping_criterion_sees_every_token():
         prompt, target=target, max_new_tokens=30, do_sample=False, stopping_criteria=StoppingCriteriaList([StopAt()])
     )
     assert torch.equal(output, text[:, :19]) and lengths == list(range(7, 20))
+
+
+def test_end_tokens_come_as_number_list_or_tensor():
+    target, prompt = make_target("qwen3"), random_ids(6)
+    text = plain_greedy(target, prompt, 30)
+    end = text[0, 14].item()
+    stop = text[0, 6:].tolist().index(end) + 7
+    draft = make_scripted_draft(target, follow(text))
+    for ends in (end, [end, 11], torch.tensor([11, end])):
+        output = draft.generate(prompt, target=target, max_new_tokens=30, do_sample=False, eos_token_id=ends)
+        assert torch.equal(output, text[:, :stop])
+
+
+def test_stop_strings_cut_where_the_targets_own_generate_cuts():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_TARGET, trust_remote_code=True)
+    target = make_target("qwen3", vocab_size=len(tokenizer))
+    prompt = tokenizer("def f(", return_tensors="pt").input_ids
+    text = plain_greedy(target, prompt, 60)
+    draft = make_scripted_draft(target, follow(text, vocab_size=len(tokenizer)))
+    lengths = set()
+    for place in range(12, 22):
+        options = {"max_new_tokens": 50, "do_sample": False, "tokenizer": tokenizer}
+        options["stop_strings"] = [tokenizer.decode(text[0, place : place + 2])]
+        expected = target.generate(prompt, **options)
+        output = draft.generate(prompt, target=target, return_dict_in_generate=True, **options)
+        assert torch.equal(output.sequences, expected)
+        assert torch.equal(output.cache.texts[0], expected[:, :-1])
+        lengths.add(expected.shape[1])
+    assert len(lengths) > 4
+
+
+def test_time_runs_out_between_tokens(monkeypatch):
+    target, prompt = make_target("text"), random_ids(6)
+    text = plain_greedy(target, prompt, 40)
+    clock = iter(range(1000))
+    monkeypatch.setattr(transformers.generation.stopping_criteria.time, "time", lambda: next(clock))
+    draft = make_scripted_draft(target, follow(text))
+    # The clock is read once at the start and then for every token, and has gone on by a second each time.
+    output = draft.generate(prompt, target=target, max_new_tokens=40, do_sample=False, max_time=10.5)
+    assert torch.equal(output, text[:, : 6 + 11])
 
 
 def test_transformers_own_criteria_are_read_and_all_others_asked():

@@ -167,4 +167,3 @@ def test_custom_generate_loads_the_published_draft_once(odd_copy, monkeypatch):
     for _ in range(2):
         assert torch.equal(target.generate(prompt, **door), plain_greedy(target, prompt, 12))
     assert loaded == [("RadixArk/Kimi-K3-DSpark", True, {"": torch.device("cpu")})]
-
