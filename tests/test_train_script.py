@@ -98,6 +98,15 @@ def test_a_resumed_run_repeats_the_unbroken_one(run_train, tmp_path, monkeypatch
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
+def test_the_progress_bar_shows_loss_acceptance_by_position_and_expected_length(run_train, tmp_path, capsys):
+    (*_, last) = run_train(tmp_path / "run")
+    acceptance = " ".join(f"{rate:.2f}" for rate in last["acceptance"])
+    assert len(last["acceptance"]) == 7
+    shown = capsys.readouterr().err
+    assert "4/4" in shown
+    assert f"loss {last['loss']:.3f}, acceptance {acceptance}, expected length {last['expected_length']:.2f}" in shown
+
+
 def test_resuming_with_another_recipe_is_refused(run_train, tmp_path, monkeypatch):
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         interrupt_at(2, broken)
