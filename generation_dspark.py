@@ -247,18 +247,14 @@ def decode(draft, target: VerifiableTarget, cache, request: Request) -> list[Tra
 
 
 def prefill(draft, target: VerifiableTarget, cache, request: Request) -> torch.Tensor:
-    """Process what is new of the prompts, in pieces if `prefill_chunk_size` says so; returns the logits of their last
-    tokens, `[B, 1, V]`."""
-    if request.past is not None:
-        new_ids = request.new_ids
-        widths = [ids.shape[1] for ids in new_ids]
-        chunk = request.config.prefill_chunk_size if len(set(widths)) == 1 else None
-        padded = torch.cat([F.pad(ids, (0, max(widths) - ids.shape[1])) for ids in new_ids])
-        for piece in padded.split(chunk or max(widths), dim=1):
-            piece_widths = [min(width, piece.shape[1]) for width in widths]
-            output = target.extend(piece, piece_widths)
-            add_context(draft, cache, output.features, piece_widths)
-        return output.logits.to(padded.device, torch.float32)
+    """Process what is not held yet of the prompts, in pieces if `prefill_chunk_size` says so; returns the logits of
+    their last tokens, `[B, 1, V]`."""
+    process = process_prompts if request.past is None else process_new_ids
+    return process(draft, target, cache, request).to(request.input_ids.device, torch.float32)
+
+
+def process_prompts(draft, target: VerifiableTarget, cache, request: Request) -> torch.Tensor:
+    """Process the prompts, padded on the left."""
     width, end = request.input_ids.shape[1], 0
     while end < width:
         start, end = end, min(width, end + (request.config.prefill_chunk_size or width))
@@ -268,7 +264,19 @@ def prefill(draft, target: VerifiableTarget, cache, request: Request) -> torch.T
         output = target.prefill(request.input_ids[:, start:end], lengths, **request.inputs)
         widths = [held - known for held, known in zip(target.lengths, cache.lengths)]
         add_context(draft, cache, without_padding(output.features, widths), widths)
-    return output.logits.to(request.input_ids.device, torch.float32)
+    return output.logits
+
+
+def process_new_ids(draft, target: VerifiableTarget, cache, request: Request) -> torch.Tensor:
+    """Process what the prompts add to an earlier turn, padded on the right, and then in one piece."""
+    widths = [ids.shape[1] for ids in request.new_ids]
+    new_ids = torch.cat([F.pad(ids, (0, max(widths) - ids.shape[1])) for ids in request.new_ids])
+    chunk = request.config.prefill_chunk_size if min(widths) == max(widths) else None
+    for piece in new_ids.split(chunk or max(widths), dim=1):
+        piece_widths = [min(width, piece.shape[1]) for width in widths]
+        output = target.extend(piece, piece_widths)
+        add_context(draft, cache, output.features, piece_widths)
+    return output.logits
 
 
 def without_padding(features: torch.Tensor, widths: list[int]) -> torch.Tensor:

@@ -32,6 +32,8 @@ HONOURED_FIELDS = frozenset(
 )
 # Fields that mean nothing to a decoder run token by token, whatever their value.
 INERT_FIELDS = frozenset({"transformers_version", "disable_compile", "decoder_start_token_id"})
+# A value other than the default that asks for nothing either.
+NEUTRAL_VALUES = {"guidance_scale": 1}
 # Arguments of the target's forward that a prompt may bring along: images of the multimodal Kimi K3.
 PROMPT_INPUTS = ("pixel_values", "grid_thws")
 
@@ -417,9 +419,12 @@ def refuse_unsupported_fields(preparation: _Preparation, config: GenerationConfi
     for name in GenerationConfig().__dict__:
         if name.startswith("_") or name in HONOURED_FIELDS | INERT_FIELDS:
             continue
-        if (getattr(config, name) or None) != (getattr(defaults, name) or None):  # unset is False here and None there
+        value = getattr(config, name)
+        if name in NEUTRAL_VALUES and value == NEUTRAL_VALUES[name]:
+            continue
+        if (value or None) != (getattr(defaults, name) or None):  # unset is False here and None there
             raise ValueError(
-                f"`{name}` is {getattr(config, name)!r}, which speculative decoding with a DSpark draft does not "
+                f"`{name}` is {value!r}, which speculative decoding with a DSpark draft does not "
                 f"support. Leave it at its default ({getattr(defaults, name)!r}), or call the target's own `generate`."
             )
 

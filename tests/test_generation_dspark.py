@@ -637,6 +637,33 @@ def test_unsupported_options_are_refused_by_name(name, value):
     refused(name, **{name: value})
 
 
+DEFAULTS = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "diversity_penalty": 0.0,
+    "length_penalty": 1.0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "repetition_penalty": 1.0,
+    "early_stopping": False,
+    "use_cache": True,
+    "output_attentions": False,
+    "remove_invalid_values": False,
+    "assistant_model": None,
+    "synced_gpus": False,
+    "negative_prompt_ids": None,
+    "cache_implementation": None,
+}
+
+
+@pytest.mark.parametrize("name, value", DEFAULTS.items())
+def test_options_that_ask_for_nothing_pass(name, value):
+    target, prompt = make_target("qwen3"), random_ids(4)
+    output = make_draft(target).generate(prompt, target=target, max_new_tokens=3, do_sample=False, **{name: value})
+    assert torch.equal(output, plain_greedy(target, prompt, 3))
+
+
 def test_every_field_of_generation_config_is_honoured_inert_or_refused():
     fields = {name for name in GenerationConfig().__dict__ if not name.startswith("_")}
     assert INERT_FIELDS <= fields and len(HONOURED_FIELDS - fields) <= 1  # top_h came with transformers 5
