@@ -110,6 +110,7 @@ def measure(draft, target, tokenizer, temperature: float, arguments: argparse.Na
         multi_turn=False,
         max_new_tokens=arguments.max_new_tokens,
         temperature=temperature,
+        verification="token",
         seed=0,
     )
     summary = evaluate.summarize(evaluate.ask_all(draft, target, tokenizer, settings))

@@ -185,6 +185,7 @@ def ask(question: dict, draft, target, tokenizer, arguments: argparse.Namespace)
         output = draft.generate(
             input_ids,
             target=target,
+            attention_mask=torch.ones_like(input_ids),  # an answer may hold a pad token
             max_new_tokens=arguments.max_new_tokens,
             return_dict_in_generate=True,
             output_rounds=True,
