@@ -149,15 +149,9 @@ def prepare_request(
     """Validate a call of `generate` and prepare its processors and criteria, as transformers' `generate` does."""
     check_input_ids(input_ids, target.config.vocab_size)
     check_helpers(generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, generator)
-    choices = {
-        "draft_sampling": ("sample", "greedy"),
-        "verification": ("token", "block"),
-        "output_rounds": (True, False),
-    }
-    given = {"draft_sampling": draft_sampling, "verification": verification, "output_rounds": output_rounds}
-    for name, value in given.items():
-        if value not in choices[name] or type(value) is not type(choices[name][0]):
-            raise ValueError(f"`{name}` is {value!r}, expected {' or '.join(map(repr, choices[name]))}.")
+    check_choice("draft_sampling", draft_sampling, ("sample", "greedy"))
+    check_choice("verification", verification, ("token", "block"))
+    check_choice("output_rounds", output_rounds, (True, False))
     model = target.model
     own_config = getattr(model, "generation_config", None) or GenerationConfig.from_model_config(model.config)
     preparation = _Preparation(model.config, own_config, target.device)
@@ -167,41 +161,19 @@ def prepare_request(
     past = pop_past(inputs)
     preparation._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=target.device)
     lengths, inputs = check_inputs(target, input_ids, preparation, config, inputs)
+    config = with_lengths(preparation, config, (generation_config, own_config), kwargs, input_ids)
 
-    prompt_length = input_ids.shape[1]
-    unset = GenerationConfig()  # an unset `max_length` is 20 on transformers 4.57 and None later on
-    is_default = {
-        name: kwargs.get(name) is None
-        and all(c is None or getattr(c, name) == getattr(unset, name) for c in (generation_config, own_config))
-        for name in ("max_length", "min_length")
-    }
-    config = preparation._prepare_generated_length(
-        config, is_default["max_length"], is_default["min_length"], "input_ids", prompt_length, input_ids
-    )
-    preparation._validate_generated_length(config, prompt_length, is_default["max_length"])
     copies = config.num_return_sequences or 1
     input_ids = input_ids.to(target.device).repeat_interleave(copies, dim=0)
     lengths = [length for length in lengths for _ in range(copies)]
-    refuse_for_batches(len(input_ids), config, streamer, inputs)
-
-    if past is not None and inputs:
-        raise ValueError(
-            f"`{', '.join(inputs)}` is given with `past_key_values`; images belong to the first turn only."
-        )
-    prompts = [row[None, prompt_length - length :] for row, length in zip(input_ids, lengths)]
-    check_past(past, draft, model, prompts)
-    configs = [config_of_row(config, prompt_length - length) for length in lengths]
+    paddings = [input_ids.shape[1] - length for length in lengths]
+    prompts = [row[None, padding:] for row, padding in zip(input_ids, paddings)]
+    refuse_for_batches(len(prompts), config, streamer, inputs)
+    check_past(past, draft, model, prompts, inputs)
+    configs = [config_of_row(config, padding) for padding in paddings]
+    constraints = [allow_for_row(prefix_allowed_tokens_fn, row // copies) for row in range(len(prompts))]
     processors = [
-        preparation._get_logits_processor(
-            generation_config=row_config,
-            input_ids_seq_length=prompt.shape[1],
-            encoder_input_ids=prompt,
-            prefix_allowed_tokens_fn=allow_for_row(prefix_allowed_tokens_fn, row // copies),
-            logits_processor=LogitsProcessorList(logits_processor or []),
-            device=target.device,
-            model_kwargs={},
-        )
-        for row, (row_config, prompt) in enumerate(zip(configs, prompts))
+        make_processors(preparation, *row, logits_processor) for row in zip(configs, prompts, constraints, strict=True)
     ]
     criteria = preparation._get_stopping_criteria(config, stopping_criteria or StoppingCriteriaList(), tokenizer)
     stops = read_stops(criteria)
@@ -209,7 +181,7 @@ def prepare_request(
         input_ids,
         lengths,
         prompts,
-        [stops.max_length - (prompt_length - length) for length in lengths],
+        [stops.max_length - padding for padding in paddings],
         config,
         RowProcessors(processors, lengths, configs),
         stops,
@@ -220,6 +192,42 @@ def prepare_request(
         output_rounds and bool(config.return_dict_in_generate),
         inputs,
         past,
+    )
+
+
+def with_lengths(
+    preparation: _Preparation, config: GenerationConfig, sources: tuple, kwargs: dict, input_ids: torch.Tensor
+) -> GenerationConfig:
+    """`config` with `max_length` and `min_length` worked out for these prompts, as transformers does.
+
+    `sources` are the configurations, or None, that it was made of beside `kwargs`.
+    """
+    unset = GenerationConfig()  # an unset `max_length` is 20 on transformers 4.57 and None later on
+    is_default = {
+        name: kwargs.get(name) is None
+        and all(source is None or getattr(source, name) == getattr(unset, name) for source in sources)
+        for name in ("max_length", "min_length")
+    }
+    length = input_ids.shape[1]
+    config = preparation._prepare_generated_length(
+        config, is_default["max_length"], is_default["min_length"], "input_ids", length, input_ids
+    )
+    preparation._validate_generated_length(config, length, is_default["max_length"])
+    return config
+
+
+def make_processors(
+    preparation: _Preparation, config: GenerationConfig, prompt: torch.Tensor, constraint, logits_processor
+) -> LogitsProcessorList:
+    """The processors of one row, whose prompt is `[1, length]`."""
+    return preparation._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=prompt.shape[1],
+        encoder_input_ids=prompt,
+        prefix_allowed_tokens_fn=constraint,
+        logits_processor=LogitsProcessorList(logits_processor or []),
+        device=preparation.device,
+        model_kwargs={},
     )
 
 
@@ -237,10 +245,16 @@ def pop_past(inputs: dict) -> DSparkState | None:
     return next(iter(found.values()), None)
 
 
-def check_past(past: DSparkState | None, draft: nn.Module, model: nn.Module, prompts: list[torch.Tensor]) -> None:
+def check_past(
+    past: DSparkState | None, draft: nn.Module, model: nn.Module, prompts: list[torch.Tensor], inputs: dict
+) -> None:
     """ValueError for a past that is not what these models have processed of these prompts."""
     if past is None:
         return
+    if inputs:
+        raise ValueError(
+            f"`{', '.join(inputs)}` is given with `past_key_values`; images belong to the first turn only."
+        )
     if past.draft is not draft or past.target is not model:
         raise ValueError("`past_key_values` comes from another draft or target. Leave it out to start afresh.")
     if past.memory is None:
@@ -394,6 +408,12 @@ def check_helpers(
         )
     if not isinstance(generator, (torch.Generator, type(None))):
         raise ValueError(f"`generator` is a {type(generator).__name__}, expected a torch.Generator.")
+
+
+def check_choice(name: str, value, choices: tuple) -> None:
+    """Refuse a value that is none of the choices."""
+    if type(value) is not type(choices[0]) or value not in choices:
+        raise ValueError(f"`{name}` is {value!r}, expected {' or '.join(map(repr, choices))}.")
 
 
 def check_fields(config: GenerationConfig, vocab_size: int) -> None:
