@@ -8,8 +8,9 @@ is in this file.
 import copy
 import inspect
 import math
+import sys
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import nn
@@ -264,6 +265,12 @@ def check_past(
         )
     if len(past.texts) != len(prompts):
         raise ValueError(f"`past_key_values` holds {len(past.texts)} rows, and the prompts are {len(prompts)}.")
+    held = [past.memory.slots.mask, *past.context.keys, *past.context.values, *past.memory.state.tensors()]
+    if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in held):
+        raise ValueError(
+            "`past_key_values` was made under torch.inference_mode(), where alone it can be changed. Go on under "
+            "torch.inference_mode() too, or leave it out to start afresh."
+        )
     for row, (text, prompt) in enumerate(zip(past.texts, prompts)):
         held = text.shape[1]
         if prompt.shape[1] <= held or not torch.equal(prompt[:, :held], text):
@@ -275,17 +282,16 @@ def check_past(
 
 
 def config_of_row(config: GenerationConfig, padding: int) -> GenerationConfig:
-    """`config` for a row of which the first `padding` places do not count: its lengths are that much shorter."""
-    if not padding:
-        return config
+    """`config` for one row, of which the first `padding` places do not count: its lengths are that much shorter."""
     config = copy.copy(config)
+    config.num_return_sequences = 1
     config.max_length -= padding
     config.min_length = max(0, (config.min_length or 0) - padding)
     return config
 
 
 def allow_for_row(prefix_allowed_tokens_fn, row: int):
-    """The caller's function, told the row's number in the batch, which a processor that is handed one row cannot."""
+    """The caller's function, told the number of the row's prompt, which a processor that is handed one row cannot."""
     if prefix_allowed_tokens_fn is None:
         return None
     return lambda _, text: prefix_allowed_tokens_fn(row, text)
@@ -315,13 +321,13 @@ def read_stops(criteria: StoppingCriteriaList) -> Stops:
     """`criteria`, with those whose answer follows from a token's id or place taken out of the list."""
     max_length, end_ids, others = math.inf, [], StoppingCriteriaList()
     for criterion in criteria:
-        # Exact types: a subclass may answer otherwise. Beyond `max_position_embeddings` the criterion has a warning.
+        # Exact types: a subclass may answer otherwise.
         if type(criterion) is EosTokenCriteria:
             end_ids += criterion.eos_token_id.flatten().tolist()
-        elif type(criterion) is MaxLengthCriteria and criterion.max_length <= (
-            criterion.max_position_embeddings or math.inf
-        ):
+        elif type(criterion) is MaxLengthCriteria:
             max_length = min(max_length, criterion.max_length)
+            if criterion.max_length > (criterion.max_position_embeddings or math.inf):  # it has a warning to give
+                others.append(MaxLengthCriteria(sys.maxsize, criterion.max_position_embeddings))
         else:
             others.append(criterion)
     return Stops(max_length, frozenset(end_ids), others)
@@ -418,18 +424,32 @@ def check_choice(name: str, value, choices: tuple) -> None:
 
 def check_fields(config: GenerationConfig, vocab_size: int) -> None:
     """Refuse counts that are no integers, and token ids outside the vocabulary: both would fail in the middle."""
-    for name in ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "prefill_chunk_size"):
+    at_least_one = ("prefill_chunk_size", "num_return_sequences")
+    for name in ("max_length", "max_new_tokens", "min_length", "min_new_tokens", *at_least_one):
         value = getattr(config, name)
-        if value is not None and (
-            not isinstance(value, Integral) or value < (1 if name == "prefill_chunk_size" else 0)
-        ):
+        if value is not None and (not is_integer(value) or value < (name in at_least_one)):
             raise ValueError(f"`{name}` is {value!r}, expected a positive integer. Correct it, or leave it out.")
+    if config.max_time is not None and not isinstance(config.max_time, Real):
+        raise ValueError(f"`max_time` is {config.max_time!r}, expected a number of seconds.")
     for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
         value = getattr(config, name)
-        ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
+        for token_id in as_list(value):
+            if not is_integer(token_id) or not 0 <= token_id < vocab_size:
                 raise ValueError(f"`{name}` is {value!r}, but the vocabulary is 0..{vocab_size - 1}. Correct the id.")
+    if not all(map(is_integer, as_list(config.eos_token_id))):
+        raise ValueError(
+            f"`eos_token_id` is {config.eos_token_id!r}, expected a token id, or a list or tensor of them."
+        )
+
+
+def as_list(ids) -> list:
+    """Token ids that may come as None, a number, a list or a tensor."""
+    ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+    return [] if ids is None else list(ids) if isinstance(ids, (list, tuple)) else [ids]
+
+
+def is_integer(value) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def refuse_unsupported_fields(preparation: _Preparation, config: GenerationConfig) -> None:
@@ -477,6 +497,11 @@ def check_inputs(
     missing = [name for name in PROMPT_INPUTS if name not in inputs]
     if inputs and missing:
         raise ValueError(f"`{', '.join(inputs)}` is given without `{', '.join(missing)}`. Pass both, or neither.")
+    if inputs and min(lengths) < input_ids.shape[1]:
+        raise ValueError(
+            f"`{', '.join(inputs)}` is given with a padded prompt (`attention_mask` hides "
+            f"{input_ids.shape[1] - min(lengths)} places). Pass the prompt unpadded."
+        )
     if inputs and config.prefill_chunk_size:
         raise ValueError(
             f"`prefill_chunk_size` is {config.prefill_chunk_size}, but a prompt with {', '.join(inputs)} is prefilled "

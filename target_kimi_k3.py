@@ -285,24 +285,31 @@ class VerifiableTarget:
         return following.input_layernorm
 
 
-_in_use, _in_use_lock = weakref.WeakSet(), threading.Lock()
+class _User:
+    """Stands for one generation, as long as it runs."""
+
+
+_in_use: dict[int, weakref.ref] = {}  # by the id of a model, who has it
 
 
 @contextmanager
 def reserved(model: nn.Module):
     """Keep `model` for one generation: hooks that two of them put on and take off at once would get in each other's
     way. RuntimeError if another one, in this thread or in another, has it."""
-    with _in_use_lock:
-        if model in _in_use:
+    user = _User()
+    mine = weakref.ref(user)  # so that one who was interrupted while letting go has let go all the same
+    try:
+        owner = _in_use.setdefault(id(model), mine)  # one step, which no other thread comes between
+        if owner is not mine and owner() is not None:
             raise RuntimeError(
                 f"`target` ({type(model).__name__}) is in use by another `generate` that has not ended. Wait for it, "
                 "generate for both prompts as one batch, or load the target twice."
             )
-        _in_use.add(model)
-    try:
+        _in_use[id(model)] = mine
         yield
     finally:
-        _in_use.discard(model)
+        if _in_use.get(id(model)) is mine:
+            del _in_use[id(model)]
 
 
 def locate_text_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:

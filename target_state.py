@@ -103,6 +103,10 @@ class ListStore:
         self.attention_layers = [i for i, keys in enumerate(cache.key_cache) if _is_filled(keys)]
         self.recurrent_layers = [i for i, state in enumerate(cache.recurrent_states) if _is_filled(state)]
 
+    def attention_tensors(self) -> list[torch.Tensor]:
+        cache = self.cache
+        return [lists[i] for i in self.attention_layers for lists in (cache.key_cache, cache.value_cache)]
+
     def attention_lengths(self) -> list[int]:
         return [self.cache.key_cache[i].shape[-2] for i in self.attention_layers]
 
@@ -143,6 +147,9 @@ class LayerStore:
                 )
         self.attention_layers = [i for i, layer in enumerate(self.layers) if _is_filled(getattr(layer, "keys", None))]
         self.recurrent_layers = [i for i, layer in enumerate(self.layers) if hasattr(layer, "recurrent_states")]
+
+    def attention_tensors(self) -> list[torch.Tensor]:
+        return [tensor for i in self.attention_layers for tensor in (self.layers[i].keys, self.layers[i].values)]
 
     def attention_lengths(self) -> list[int]:
         return [self.layers[i].keys.shape[-2] for i in self.attention_layers]
@@ -497,6 +504,11 @@ class TargetState:
             yield
         finally:
             self._recording = False
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that is held between forwards."""
+        states = [self.store.read(index) for index in self.store.recurrent_layers]
+        return [tensor for state in states for tensor in state.conv + state.recurrent] + self.store.attention_tensors()
 
     def close(self) -> None:
         """Take all hooks off."""

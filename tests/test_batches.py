@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import sys
 import threading
 
 import pytest
@@ -17,7 +18,7 @@ from conftest import (
     random_ids,
     tensors_of,
 )
-from dspark.target_kimi_k3 import VerifiableTarget
+from dspark.target_kimi_k3 import VerifiableTarget, reserved
 from test_properties import ScriptedBatch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -308,6 +309,49 @@ def test_what_works_with_one_row_only_is_refused_for_more():
         make_draft(target).generate(ids, target=target, max_new_tokens=4)
 
 
+def test_a_padded_prompt_with_images_is_refused():
+    target = make_target("wrapper")
+    ids, mask = pad_left([torch.tensor([[1, 2, target.config.media_placeholder_token_id, 3]]), random_ids(8)])
+    images = {"pixel_values": torch.randn(16, 3, 14, 14), "grid_thws": torch.tensor([[1, 4, 4]])}
+    with pytest.raises(ValueError, match="padded prompt"):
+        make_draft(target).generate(ids[:1], target=target, attention_mask=mask[:1], max_new_tokens=3, **images)
+
+
+def test_a_constraint_with_several_answers_is_told_the_prompt():
+    target = make_target("text")
+    ids, mask = pad_left([random_ids(2), random_ids(6)])
+    seen = set()
+
+    def allow(prompt, text):
+        seen.add(prompt)
+        return [prompt, prompt + 3]
+
+    output = make_draft(target).generate(
+        ids,
+        target=target,
+        attention_mask=mask,
+        max_new_tokens=4,
+        do_sample=True,
+        num_return_sequences=2,
+        pad_token_id=10,
+        prefix_allowed_tokens_fn=allow,
+    )
+    for row, new in enumerate(output[:, 6:].tolist()):
+        assert set(new) <= {row // 2, row // 2 + 3}
+    assert seen == {0, 1}
+
+
+def test_the_budget_of_padded_rows_holds_beyond_the_targets_positions():
+    target = make_target("qwen3", max_position_embeddings=16)
+    rows, ids, mask = batch_of(target, [3, 8])
+    options = {"max_new_tokens": 20, "forced_eos_token_id": 7, **DICT}
+    output = make_draft(target).generate(ids, target=target, attention_mask=mask, **options)
+    assert output.sequences.shape == (2, 28)
+    for row, text in zip(output.sequences, rows):
+        alone = target.generate(text, attention_mask=torch.ones_like(text), **options).sequences
+        assert torch.equal(row[8:], alone[0, text.shape[1] :])
+
+
 # Turns
 
 
@@ -420,6 +464,23 @@ def test_images_belong_to_the_first_turn():
     assert torch.equal(again.sequences, plain_greedy(target, longer, 9, **images))
 
 
+@pytest.mark.parametrize("inside", [(True, False), (False, True, False)], ids=str)
+def test_a_state_made_in_inference_mode_goes_on_there_only(kind, inside):
+    target, text = make_target(kind), random_ids(5)
+    draft, state = make_draft(target), None
+    for inference in inside[:-1]:
+        options = {"attention_mask": torch.ones_like(text), "max_new_tokens": 9, "cache": state, **DICT}
+        with torch.inference_mode(inference):
+            output = draft.generate(text, target=target, **options)
+        state, text = output.cache, torch.cat([output.sequences.clone(), random_ids(2)], dim=1)
+    options = {"attention_mask": torch.ones_like(text), "max_new_tokens": 9, "cache": state, **DICT}
+    with pytest.raises(ValueError, match="inference_mode"):
+        draft.generate(text, target=target, **options)
+    with torch.inference_mode():  # it has not been used up
+        output = draft.generate(text, target=target, **options)
+    assert torch.equal(output.sequences, plain_greedy(target, text, 9))
+
+
 # Two users
 
 
@@ -459,6 +520,40 @@ def test_a_nested_call_is_refused():
 
     options = {"max_new_tokens": 9, "do_sample": False, "logits_processor": LogitsProcessorList([nested])}
     assert torch.equal(draft.generate(prompt, target=target, **options), plain_greedy(target, prompt, 9))
+
+
+def test_an_interruption_never_leaves_a_target_reserved():
+    """At every line that a reservation runs through."""
+    model, uninterrupted = torch.nn.Linear(1, 1), 0
+
+    def interrupt_at(place):
+        count = 0
+
+        def trace(frame, event, argument):
+            nonlocal count
+            if frame.f_code.co_name != "reserved":
+                return None
+            count += event == "line"
+            if count > place:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    for place in range(40):
+        sys.settrace(interrupt_at(place))
+        try:
+            with reserved(model):
+                pass
+            uninterrupted += 1
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        with reserved(model):
+            pass
+    assert 0 < uninterrupted < 36
 
 
 def test_two_targets_in_two_threads(kind):

@@ -473,10 +473,12 @@ def test_transformers_own_criteria_are_read_and_all_others_asked():
 
     ends = [transformers.EosTokenCriteria([3, 5]), transformers.EosTokenCriteria(torch.tensor(8))]
     lengths = [transformers.MaxLengthCriteria(40), transformers.MaxLengthCriteria(30, max_position_embeddings=64)]
-    # The first warns at 64 tokens, before it stops.
-    asked = [transformers.MaxLengthCriteria(90, max_position_embeddings=64), OtherEnd(9)]
-    stops = read_stops(StoppingCriteriaList(ends + asked + lengths))
-    assert (stops.max_length, stops.end_ids, list(stops.criteria)) == (30, {3, 5, 8}, asked)
+    long, other = transformers.MaxLengthCriteria(25, max_position_embeddings=20), OtherEnd(9)
+    stops = read_stops(StoppingCriteriaList([*ends, long, other, *lengths]))
+    assert (stops.max_length, stops.end_ids) == (25, {3, 5, 8})
+    warning, asked = stops.criteria
+    assert asked is other and warning.max_position_embeddings == 20
+    assert not warning(torch.zeros(1, 25), None), "it warns, and ends nothing"
 
 
 @pytest.mark.parametrize(
@@ -709,6 +711,16 @@ def test_every_field_of_generation_config_is_honoured_inert_or_refused():
         ("max_new_tokens.*5.5", {"max_new_tokens": 5.5}),
         ("prefill_chunk_size.*-1", {"prefill_chunk_size": -1}),
         ("prefill_chunk_size.*0", {"prefill_chunk_size": 0}),
+        ("suppress_tokens.*'a'", {"suppress_tokens": "a"}),
+        ("suppress_tokens.*12", {"suppress_tokens": torch.tensor([12])}),
+        ("max_time.*'a'", {"max_time": "a"}),
+        ("eos_token_id.*1.5", {"eos_token_id": 1.5}),
+        ("num_return_sequences.*0", {"num_return_sequences": 0}),
+        ("num_return_sequences.*1.5", {"num_return_sequences": 1.5}),
+        ("max_new_tokens.*True", {"max_new_tokens": True}),
+        ("draft_sampling.*'best'.*'sample' or 'greedy'", {"draft_sampling": "best"}),
+        ("verification.*None.*'token' or 'block'", {"verification": None}),
+        ("generator.*int", {"generator": 3}),
         ("forced_eos_token_id.*99", {"forced_eos_token_id": 99}),
         ("suppress_tokens.*99", {"suppress_tokens": [1, 99]}),
         ("output_rounds.*'yes'", {"output_rounds": "yes", **DICT}),
