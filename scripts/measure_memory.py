@@ -68,15 +68,25 @@ def step_memory(chunk: int, anchors_wanted: int, length: int) -> float:
     loss_mask = torch.ones_like(ids, dtype=torch.bool)
     anchors, valid = sample_anchors(loss_mask, anchors_wanted)
     rows = supervised_rows(anchors, valid, loss_mask, draft.config.block_size)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     trace = target.observe(ids)
     if chunk == NAIVE:
         logits = target.head(trace.hidden)
     Distillation(draft, target, chunk or anchors_wanted)(trace, ids, anchors, rows).loss.backward()
     if chunk == NAIVE:
         del logits  # held through the step, as the naive way does
+    return peak_memory() - before
+
+
+def peak_memory() -> float:
+    """MiB this process has held at most so far."""
+    status = Path("/proc/self/status")
+    if status.exists():  # `ru_maxrss` below would begin with what the process that started this one held
+        return (
+            int(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) / 2**10
+        )
     unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def make_pair():
