@@ -220,8 +220,9 @@ class VerifiableTarget:
                 "it cannot go on from what it has processed. This target is not supported on this transformers version."
             )
         if hidden.shape[1] != width:  # an image's placeholder stands for many positions
-            mask, lengths = mask.new_ones(batch, hidden.shape[1]), [hidden.shape[1]] * batch
-        self.slots.append(mask, lengths)
+            lengths = [hidden.shape[1]] * batch
+            attention_mask = mask.new_ones(batch, self.slots.count + hidden.shape[1])
+        self.slots.append(attention_mask, lengths)
         return TargetOutput(output.logits, features)
 
     @cached_property

@@ -69,8 +69,8 @@ class Slots:
         return all(length == self.count for length in self.lengths)
 
     def append(self, mask: torch.Tensor, lengths: list[int]) -> None:
-        """Take up the slots of a forward: `mask` `[B, W]`, of which row i holds `lengths[i]`."""
-        self.mask = torch.cat([self.mask, mask], dim=1)
+        """Take up the slots of a forward, of which row i holds `lengths[i]`: `mask` `[B, S + W]` is the mask it got."""
+        self.mask = mask
         self.lengths = [held + new for held, new in zip(self.lengths, lengths, strict=True)]
 
     def keep(self, kept: list[int], width: int) -> None:

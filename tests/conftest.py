@@ -254,6 +254,31 @@ def make_scripted_draft(target, propose, **nested):
     return draft
 
 
+def make_batch_draft(target, seed: int = 1, **nested):
+    """A draft for several rows, whose blocks are right about `draft.rights[row]`, a row's whole text, up to the next
+    place of `draft.script` (7: everywhere); with `draft.script` None they are its own."""
+    from dspark.modeling_dspark import DSparkDraftModel
+
+    class BatchDraft(DSparkDraftModel):
+        script, rights = None, ()
+
+        def draft_block(self, anchor_ids, cache, target, texts, *rest):
+            block = super().draft_block(anchor_ids, cache, target, texts, *rest)
+            if self.script is None:
+                return block
+            tokens = block.tokens.clone()
+            for row, text in enumerate(texts.texts):
+                if text is not None:
+                    right = self.rights[row][text.shape[1] :][:7]
+                    tokens[row, : len(right)] = torch.tensor(right, dtype=torch.long)
+                    wrong = next(self.script)
+                    if wrong < 7:
+                        tokens[row, wrong] = (tokens[row, wrong] + 1) % self.config.vocab_size
+            return dataclasses.replace(block, tokens=tokens)
+
+    return make_draft(target, BatchDraft, seed, **nested)
+
+
 def follow(text, accepted=lambda: 7, vocab_size: int = 12):
     """A script that proposes what follows in `text` `[1, n]`, but is wrong at place `accepted()` (0-based; 7:
     nowhere)."""

@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import (
     Forwards,
+    make_batch_draft,
     make_draft,
     make_target,
     pad_left,
@@ -19,7 +20,6 @@ from conftest import (
     tensors_of,
 )
 from dspark.target_kimi_k3 import VerifiableTarget, reserved
-from test_properties import ScriptedBatch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 DICT = {"return_dict_in_generate": True, "do_sample": False, "pad_token_id": 10}
@@ -34,7 +34,7 @@ def batch_of(target, lengths, seed=0):
 
 def scripted(target, texts, places):
     """A draft that is right about `texts` up to the next of `places` (7: everywhere), row by row."""
-    draft = make_draft(target, ScriptedBatch)
+    draft = make_batch_draft(target)
     draft.rights, draft.script = [text[0].tolist() for text in texts], places
     return draft
 

@@ -8,8 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import TARGET_KINDS, make_draft, make_target, pad_left, plain_greedy
-from dspark.modeling_dspark import DSparkDraftModel
+from conftest import TARGET_KINDS, make_batch_draft, make_target, pad_left, plain_greedy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,27 +24,6 @@ class Interruption(Exception):
     pass
 
 
-class ScriptedBatch(DSparkDraftModel):
-    """A draft whose tokens are right up to a scripted place of each block, row by row; `script` None: its own."""
-
-    script, rights = None, ()
-
-    def draft_block(self, anchor_ids, cache, target, texts, *rest):
-        block = super().draft_block(anchor_ids, cache, target, texts, *rest)
-        if self.script is None:
-            return block
-        tokens = block.tokens.clone()
-        for row, text in enumerate(texts.texts):
-            if text is not None:
-                right = self.rights[row][text.shape[1] :][:7]
-                tokens[row, : len(right)] = torch.tensor(right, dtype=torch.long)
-                wrong = next(self.script)
-                if wrong < 7:
-                    tokens[row, wrong] = (tokens[row, wrong] + 1) % VOCABULARY
-        block.tokens = tokens
-        return block
-
-
 @cache
 def pair(kind, seed):
     """A target of three layers, two of them recurrent where the kind has any, and a draft."""
@@ -56,7 +34,7 @@ def pair(kind, seed):
     if kind == "native":
         changes["layer_types"] = ["linear_attention"] * 2 + ["full_attention"]
     target = make_target(kind, seed, **changes)
-    return target, make_draft(target, ScriptedBatch, seed + 1, target_layer_ids=[0, 2])
+    return target, make_batch_draft(target, seed + 1, target_layer_ids=[0, 2])
 
 
 @cache

@@ -152,7 +152,7 @@ def test_snapshots_survive_forwards_that_write_in_place(kind):
                 committed = torch.cat([committed, token], dim=1)
                 mask = torch.ones_like(committed)
                 model(input_ids=token, attention_mask=mask, use_cache=True, **{name: target.cache})
-                target.slots.append(torch.ones_like(token), [1])
+                target.slots.append(mask, [1])
             assert_same_state(target.cache, fresh_tensors(model, committed))
 
 
