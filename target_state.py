@@ -619,8 +619,8 @@ def _take_rows(kept: list[int], token: int, new: RecurrentState, held: Recurrent
 
 
 def _take_slots(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Of `[B, H, S, *]` the slots `[B, n]`, each row its own."""
-    return tensor.gather(2, slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+    """Of `[B, H, S, *]` the slots `[B, n]`, each row its own; layers of a spread target may be on other devices."""
+    return tensor.gather(2, slots.to(tensor.device)[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
 
 
 def _take_token(value, token: int, width: int):
