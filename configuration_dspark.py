@@ -77,6 +77,10 @@ NESTED_DEFAULTS = {
 NESTED_ONLY = {*NESTED_DEFAULTS, "enable_confidence_head"}
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
+# Nested values that SGLang and vLLM read from the top level when they build the heads. A config.json has them in both
+# places, so that it means the same to an engine whether or not that loads this class (tests/test_serving_contract.py).
+SERVING_COPIES = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+
 # Layout switches of related drafts and the one value implemented here, at the top level or in `dflash_config`.
 ONLY_LAYOUT = {
     "sample_from_anchor": (True, "the anchor's row is the first prediction here"),
@@ -102,7 +106,8 @@ class DSparkConfig(Qwen3Config):
             (absent: whether that weight is above 0), `confidence_head_with_markov`, `attention_mode`, `projector_type`.
 
     RoPE may be spelled `rope_theta` + `rope_scaling` or `rope_parameters` under any transformers version; it is saved
-    in the first spelling, which every version reads.
+    in the first spelling, which every version reads. The heads' fields are saved at the top level as well, for the
+    serving engines; a copy that contradicts `dflash_config` is refused.
 
     Raises:
         ValueError: a field is missing, contradicts another, or asks for a layout that is not implemented here.
@@ -127,14 +132,18 @@ class DSparkConfig(Qwen3Config):
         """
         own = {*PUBLISHED, *NESTED_ONLY, *ONLY_LAYOUT, "rope_parameters", "layer_types"} - {"dtype"}
         replaced = {name: kwargs.pop(name) for name in own & kwargs.keys()}
-        return super().from_dict({**config_dict, **replaced}, **kwargs)
+        # With another `dflash_config`, the file's copies of the old one's values are out of date.
+        stale = SERVING_COPIES if "dflash_config" in replaced else ()
+        kept = {name: value for name, value in config_dict.items() if name not in stale}
+        return super().from_dict({**kept, **replaced}, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Serialise. Override: RoPE leaves in the spelling that every transformers version reads."""
+        """Serialise. Override: RoPE leaves in the spelling that every transformers version reads, and the heads'
+        fields also where the serving engines look for them."""
         output = super().to_dict()
         if "rope_parameters" in output:
             output.update(_spell_rope(output.pop("rope_parameters")))
-        return output
+        return {**output, **{name: getattr(self, name) for name in SERVING_COPIES}}
 
     def _nested(self, name: str) -> Any:
         return self.dflash_config.get(name, NESTED_DEFAULTS[name])

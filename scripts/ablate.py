@@ -73,7 +73,8 @@ def train_variant(name: str, steps: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((TINY_DRAFT / "config.json").read_text())
     if name == NO_MARKOV:
-        config["dflash_config"] |= {"markov_rank": 0, "confidence_head_with_markov": False}
+        heads = {"markov_rank": 0, "confidence_head_with_markov": False}
+        config |= heads | {"dflash_config": config["dflash_config"] | heads}
     (folder / "draft.json").write_text(json.dumps(config, indent=2))
     command_line = ["--draft-config", folder / "draft.json", "--out", folder, "--steps", steps, *TRAINING]
     command_line += ["--resume"] if (folder / train.CHECKPOINT).exists() else []

@@ -104,7 +104,7 @@ def make_pair():
     )
     model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=LAYERS, **shape)).eval()
     config = json.loads((TINY_DRAFT / "config.json").read_text("utf-8"))
-    config |= dict(shape, num_hidden_layers=1, layer_types=["full_attention"], num_target_layers=LAYERS)
+    config |= dict(shape, num_hidden_layers=1, layer_types=["full_attention"], num_target_layers=LAYERS, markov_rank=16)
     config["dflash_config"] |= {"target_layer_ids": [0, 1, 2], "mask_token_id": 3, "markov_rank": 16}
     draft_class = root_class()
     draft = draft_class(draft_class.config_class(**config)).train()

@@ -96,5 +96,6 @@ def draft_config() -> dict:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "num_target_layers": 4,
+        "markov_rank": 64,
         "dflash_config": nested,
     }

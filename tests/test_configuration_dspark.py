@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conftest import ROOT
-from dspark.configuration_dspark import DSparkConfig
+from dspark.configuration_dspark import SERVING_COPIES, DSparkConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -26,8 +26,10 @@ SPELLINGS = {
 
 
 def published(nested=None, without=(), **changes):
-    """The fields of the shipped config.json with some changed, some nested values changed and some fields left out."""
+    """The fields of the shipped config.json with some changed, some nested values changed and some fields left out;
+    without the copies for the serving engines, which say nothing new."""
     fields = json.loads((ROOT / "config.json").read_text())
+    fields = {name: value for name, value in fields.items() if name not in SERVING_COPIES}
     fields.update(copy.deepcopy(changes))
     fields["dflash_config"].update(nested or {})
     for name in without:
@@ -75,12 +77,22 @@ def test_saved_file_keeps_every_published_field(tmp_path):
     assert DSparkConfig.from_pretrained(tmp_path).to_dict() == DSparkConfig.from_pretrained(ROOT).to_dict()
 
 
-def test_nested_values_are_not_saved_twice(tmp_path):
+def test_nested_values_are_saved_twice_only_for_the_serving_engines(tmp_path):
     config = DSparkConfig(**published(mask_token_id=163824))
     config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert config.mask_token_id == 163824
-    assert not saved.keys() & published()["dflash_config"].keys()
+    assert saved.keys() & published()["dflash_config"].keys() == set(SERVING_COPIES)
+    assert all(saved[name] == saved["dflash_config"][name] for name in SERVING_COPIES)
+
+
+def test_copies_for_the_serving_engines_state_what_absent_keys_mean(tmp_path):
+    """Read by the trainer's rule, not by an engine's default."""
+    absent = ["markov_head_type", "enable_confidence_head", "confidence_head_with_markov"]
+    DSparkConfig(**published(without=absent)).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert not saved["dflash_config"].keys() & set(absent)
+    assert [saved[name] for name in SERVING_COPIES] == [256, "vanilla", True, False]
 
 
 def test_absent_nested_keys_mean_what_the_trainer_means():
@@ -241,3 +253,10 @@ def test_overrides_at_load_meet_the_same_rules():
         DSparkConfig.from_pretrained(ROOT, block_size=0)
     with pytest.raises(ValueError, match="`mask_token_id` is 5, but `dflash_config.mask_token_id` is 163824"):
         DSparkConfig.from_pretrained(ROOT, mask_token_id=5)
+
+
+def test_another_dflash_config_at_load_takes_the_copies_of_the_old_one_with_it():
+    nested = {**published()["dflash_config"], "markov_rank": 64}
+    assert DSparkConfig.from_pretrained(ROOT, dflash_config=nested).to_dict()["markov_rank"] == 64
+    with pytest.raises(ValueError, match="`markov_rank` is 32, but `dflash_config.markov_rank` is 64"):
+        DSparkConfig.from_pretrained(ROOT, dflash_config=nested, markov_rank=32)
