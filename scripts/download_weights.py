@@ -12,15 +12,15 @@ is not the one this configuration needs, 130 interrupted.
 
 import argparse
 import errno
-import json
-import math
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import checkpoint_files
+from checkpoint_files import WEIGHTS as FILENAME
+from checkpoint_files import TensorSpec, expected_size, tensor_differences
+from common import ROOT
 from huggingface_hub import hf_hub_download, logging
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -33,13 +33,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModel
 
-ROOT = Path(__file__).resolve().parents[1]
 REPO_ID = "RadixArk/Kimi-K3-DSpark"
-FILENAME = "model.safetensors"
 STAGING = ".weights-download"
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 MAX_LISTED = 5
 
 NOT_FETCHED, BAD_ARGUMENTS, NOT_THE_FILE, INTERRUPTED = 1, 2, 3, 130
@@ -53,40 +49,9 @@ class WeightsError(Exception):
         self.exit_code = exit_code
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor as a safetensors header states it: dtype name (`BF16`, `F32`, ...) and shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-
 def expected_tensors(root: Path) -> dict[str, TensorSpec]:
     """Names, dtypes and shapes of the weights of the draft that `root/config.json` describes; nothing is allocated."""
-    config = AutoConfig.from_pretrained(str(root), trust_remote_code=True)
-    with torch.device("meta"):
-        draft = AutoModel.from_config(config, trust_remote_code=True)
-    dtype = DTYPE_NAMES[config.dtype]
-    return {name: TensorSpec(dtype, tuple(tensor.shape)) for name, tensor in draft.state_dict().items()}
-
-
-def expected_size(tensors: dict[str, TensorSpec]) -> int:
-    """Bytes of the file that transformers writes for these tensors of one dtype.
-
-    A safetensors file is an 8-byte length, a JSON header padded with spaces to a multiple of 8, then the data; tensors
-    of one dtype stand in the order of their names.
-    """
-    bytes_per_value = {"BF16": 2, "F16": 2, "F32": 4}
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, spec in sorted(tensors.items()):
-        start, end = end, end + bytes_per_value[spec.dtype] * math.prod(spec.shape)
-        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
-    header_bytes = len(json.dumps(header, separators=(",", ":")))
-    return 8 + math.ceil(header_bytes / 8) * 8 + end
+    return checkpoint_files.expected_tensors(checkpoint_files.build_config(checkpoint_files.read_config(root)))
 
 
 def read_header(path: Path, size: int) -> dict[str, TensorSpec]:
@@ -101,18 +66,6 @@ def read_header(path: Path, size: int) -> dict[str, TensorSpec]:
             "it is cut short, or it is not a safetensors file. Run this script again to fetch it anew.",
             NOT_THE_FILE,
         ) from error
-
-
-def tensor_differences(found: dict[str, TensorSpec], expected: dict[str, TensorSpec]) -> list[str]:
-    """One phrase for every tensor that is missing, unexpected, or of another dtype or shape; empty when all agree."""
-    missing = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
-    extra = [f"{name} is not a tensor of this model" for name in sorted(found.keys() - expected.keys())]
-    changed = [
-        f"{name} is {found[name]} where {expected[name]} was expected"
-        for name in sorted(expected.keys() & found.keys())
-        if found[name] != expected[name]
-    ]
-    return missing + extra + changed
 
 
 def check_file(path: Path, expected: dict[str, TensorSpec]) -> None:
