@@ -6,6 +6,7 @@ has each tensor's dtype, shape and range of bytes in the data, so nearly all the
 from its first few kilobytes.
 """
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -212,9 +213,15 @@ def _read_shards(weights: Weights, folder: Path) -> None:
             weights.problems.append(f"{name} is in {file}, and {INDEX} does not say so.")
 
 
+@functools.cache
+def draft_class() -> type:
+    """The draft class of this repository; kept, because finding it means comparing files every time."""
+    return root_class()
+
+
 def build_config(fields: dict):
     """The `DSparkConfig` of a parsed config.json. Raises ValueError, naming the field, for what it refuses."""
-    return root_class().config_class.from_dict(fields)
+    return draft_class().config_class.from_dict(fields)
 
 
 def dtype_name(config) -> str | None:
@@ -231,7 +238,7 @@ def dtype_name(config) -> str | None:
 def meta_draft(config):
     """The draft that `config` describes, without memory for its weights."""
     with torch.device("meta"):
-        return root_class()(config)
+        return draft_class()(config)
 
 
 def expected_tensors(config, dtype: str | None = None) -> dict[str, TensorSpec]:
@@ -254,7 +261,7 @@ def tensor_differences(found: dict[str, TensorSpec], expected: dict[str, TensorS
 
 def current_name(name: str) -> str:
     """A tensor's name today: early checkpoints keep both heads under `logit_head.`."""
-    return name.removeprefix(root_module(root_class(), "modeling_dspark").OLD_HEAD_PREFIX)
+    return name.removeprefix(root_module(draft_class(), "modeling_dspark").OLD_HEAD_PREFIX)
 
 
 def read_config(folder: Path) -> dict:

@@ -18,7 +18,7 @@ from pathlib import Path
 from checkpoint_files import build_config, count_parameters, expected_tensors, read_config
 from common import ROOT
 
-# The text model as released. Layers are counted from 1, as there.
+# The text model as released; the sum is the published 2.78 trillion parameters. Layers are counted from 1, as there.
 FULL_ATTENTION = [*range(4, 93, 4), 93]
 KIMI_K3 = {
     "vocab_size": 163840,
@@ -122,6 +122,7 @@ def shapes(text: dict, config) -> dict[str, int]:
         "target parameters": parameters,
         "target weights, bfloat16": parameters * BF16,
         "target weights, routed experts in MXFP4": (parameters - experts) * BF16 + int(experts * MXFP4),
+        "embedding and head, bfloat16": parts["embedding and head"] * BF16,
         "largest layer, bfloat16": layer_bytes(parts, text, BF16),
         "largest layer, MXFP4": layer_bytes(parts, text, MXFP4),
         "draft parameters": count_parameters(expected_tensors(config)),
@@ -138,11 +139,11 @@ def shapes(text: dict, config) -> dict[str, int]:
 
 def layer_bytes(parts: dict[str, int], text: dict, expert_bytes: float) -> int:
     """The largest decoder layer, which stays whole on one device: experts, what is around them, and attention."""
-    linear, experts_layers = text["linear_attn_config"], text["num_hidden_layers"] - text["first_k_dense_replace"]
+    linear, expert_layers = text["linear_attn_config"], text["num_hidden_layers"] - text["first_k_dense_replace"]
     kinds = (("KDA layers", "kda_layers"), ("MLA layers", "full_attn_layers"))
     attention = max(parts[part] // max(len(linear[layers]), 1) for part, layers in kinds)
-    around = parts["router, shared experts, projections"] // experts_layers + attention
-    return around * BF16 + int(parts["routed experts"] // experts_layers * expert_bytes)
+    around = parts["router, shared experts, projections"] // expert_layers + attention
+    return around * BF16 + int(parts["routed experts"] // expert_layers * expert_bytes)
 
 
 def plan(fixed: dict[str, int], context: int, batch: int) -> dict[str, int]:
@@ -163,7 +164,7 @@ def plan(fixed: dict[str, int], context: int, batch: int) -> dict[str, int]:
 def gpus_needed(fixed: dict[str, int], rows: dict[str, int], layers: int, gpu_bytes: float, weights: str) -> int | None:
     """GPUs, with whole layers on each and every layer with its share of the target's state; None if no layer fits.
 
-    The draft, its context, the logits and the features lie on one GPU more than the layers leave room for.
+    Embedding, head, the draft with its context, logits and features are given GPUs of their own.
     """
     usable = gpu_bytes * (1 - SPARE)
     ours = ("recurrent states and windows, before and after a round", "target keys and values")
@@ -171,7 +172,7 @@ def gpus_needed(fixed: dict[str, int], rows: dict[str, int], layers: int, gpu_by
     layer = fixed[f"largest layer, {weights}"] + state / layers
     if layer > usable:
         return None
-    rest = rows["all but the target's weights"] - state
+    rest = rows["all but the target's weights"] - state + fixed["embedding and head, bfloat16"]
     return math.ceil(layers / (usable // layer)) + math.ceil(rest / usable)
 
 
