@@ -174,7 +174,9 @@ def describe_misfits(found: dict[str, TensorSpec], expected: dict[str, TensorSpe
     for name, spec in found.items():
         today = current_name(name)
         if today != name and today not in found:
-            problems.append(f"{name} is an old name of {today}: AutoModel takes it, engines may not. {CONVERT} renames it.")
+            problems.append(
+                f"{name} is an old name of {today}: AutoModel takes it, engines may not. {CONVERT} renames it."
+            )
             name = today
         renamed[name] = spec
     if dtypes != [wanted]:

@@ -1,5 +1,5 @@
-"""What the checkpoint scripts share: safetensors files as headers and byte ranges, the tensors a configuration asks for,
-and the layouts a draft's `config.json` comes in.
+"""What the checkpoint scripts share: safetensors files as headers and ranges of bytes, the tensors a configuration asks
+for, and the layouts a draft's `config.json` comes in.
 
 A safetensors file is an 8-byte length, a JSON header padded with spaces to a multiple of 8, then the data. The header
 has each tensor's dtype, shape and range of bytes in the data, so nearly all there is to know of a checkpoint is read
@@ -138,8 +138,8 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, Place]]:
     for name, (spec, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
         if start != end or stop - start != spec.nbytes:
             raise HeaderError(
-                f"{path.name}: the header puts {name}, {spec} of {spec.nbytes:,} bytes, at {start:,} to {stop:,}, where "
-                f"{end:,} to {end + spec.nbytes:,} was expected: it is corrupt."
+                f"{path.name}: the header puts {name}, {spec} of {spec.nbytes:,} bytes, at {start:,} to {stop:,}, "
+                f"where {end:,} to {end + spec.nbytes:,} was expected: it is corrupt."
             )
         end = stop
     data = 8 + length

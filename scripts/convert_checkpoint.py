@@ -142,9 +142,9 @@ def open_source(path: Path, draft_config: Path | None) -> Source:
     layout = layout_of(fields)
     if layout is None:
         raise ConversionError(
-            f"{draft_config or folder / CONFIG} has architectures {fields.get('architectures')!r}, and none of the keys "
-            "by which a DSpark draft is known: `dflash_config` (SpecForge), `target_layer_ids` with `mask_token_id` and "
-            "`markov_rank` (DeepSpec), `speculators_model_type` (speculators)."
+            f"{draft_config or folder / CONFIG} has architectures {fields.get('architectures')!r}, and none of the "
+            "keys by which a DSpark draft is known: `dflash_config` (SpecForge), `target_layer_ids` with "
+            "`mask_token_id` and `markov_rank` (DeepSpec), `speculators_model_type` (speculators)."
         )
     if path.is_file() or (state.is_file() and not any((folder / name).is_file() for name in (WEIGHTS, INDEX))):
         return Source(layout, fields, *read_training_state(state))
@@ -155,7 +155,7 @@ def open_source(path: Path, draft_config: Path | None) -> Source:
 
 
 def read_training_state(path: Path) -> tuple[dict[str, TensorSpec], dict[str, LoadedTensor]]:
-    """The draft's tensors in a file that SpecForge saves while training; nothing but tensors and numbers is unpickled."""
+    """The draft's tensors in a file SpecForge saves while training; only tensors and plain values are unpickled."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         tensors = state["draft_state_dict"]
@@ -246,8 +246,8 @@ def check_speculators(fields: dict, layers: dict) -> None:
     # Not defaulted: speculators takes an absent value for true and vLLM for false.
     if fields.get("sample_from_anchor") is not True:
         raise ConversionError(
-            f"sample_from_anchor is {fields.get('sample_from_anchor')!r}, expected true: only then does the anchor's row "
-            "predict the first token, as here. Write it into the configuration if the draft was trained so."
+            f"sample_from_anchor is {fields.get('sample_from_anchor')!r}, expected true: only then does the anchor's "
+            "row predict the first token, as here. Write it into the configuration if the draft was trained so."
         )
 
 
@@ -329,7 +329,7 @@ def convert(source: Source, out: Path, num_target_layers: int | None = None) -> 
 
 
 def move_into_place(made: Path, out: Path) -> None:
-    """Put the files of `made` where they belong, each at once. Links in `out` stay: code is not written through them."""
+    """Put the files of `made` where they belong, each at once. Links in `out` stay: code is often linked."""
     if not out.exists():
         made.rename(out)
         return
@@ -363,7 +363,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", nargs="?", default=TINY_DRAFT, help=f"folder, or {STATE} (default: the draft in examples/)")
     add("--out", type=Path, default=BUILD / "converted-draft", help="folder to make (default: build/converted-draft)")
-    add("--draft-config", type=Path, metavar="C", help="JSON file to read instead of the config.json beside the weights")
+    add(
+        "--draft-config", type=Path, metavar="C", help="JSON file to read instead of the config.json beside the weights"
+    )
     add("--num-target-layers", type=int, metavar="N", help="depth of the target, where the configuration lacks it")
     add("--force", action="store_true", help="replace the files of --out")
     add("--json", type=Path, metavar="OUT", help="write what was done to this file too")

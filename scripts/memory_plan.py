@@ -98,13 +98,13 @@ def conv_window_bytes(text: dict) -> int:
 
 
 def mla_token_bytes(text: dict) -> int:
-    """One token's keys and values in the full-attention layers, bfloat16, a head each, as the remote code keeps them."""
+    """One token's keys and values in the full-attention layers, bfloat16, a head each, as the remote code has them."""
     head = text["qk_nope_head_dim"] + text["qk_rope_head_dim"] + text["v_head_dim"]
     return len(text["linear_attn_config"]["full_attn_layers"]) * text["num_attention_heads"] * head * BF16
 
 
 def mla_latent_token_bytes(text: dict) -> int:
-    """The same token as serving engines keep it: the latent and the shared key channels, from which all heads follow."""
+    """The same token in serving engines: the latent and the shared key channels, from which all heads follow."""
     latent = text["kv_lora_rank"] + text["qk_rope_head_dim"]
     return len(text["linear_attn_config"]["full_attn_layers"]) * latent * BF16
 
