@@ -4,8 +4,8 @@
 
 Counted is what is held through a generation: weights, the target's recurrent states and keys and values, the draft's
 context, and the largest of the tensors that come and go with a round or a piece of the prompt. Activations inside
-layers and the allocator's own overhead come on top; leave a tenth of each GPU for them. The draft's buffers grow by half
-their size at a time, so they may be half as large again as the keys and values in them.
+layers and the allocator's own overhead come on top; leave a tenth of each GPU for them. The draft's buffers grow by
+half their size at a time, so they may be half as large again as the keys and values in them.
 
 The target's shapes are those released with Kimi K3, or those of `--target-config`, a config.json of the same family.
 """

@@ -72,12 +72,12 @@ def cache_of(target, batch: int, length: int):
 
 
 def test_a_target_of_the_released_widths_on_the_meta_device(published, no_grad):
-    """Two layers of 93: both kinds of attention and of feed-forward, and what the plan sums goes by their number."""
+    """Two layers of 93, both kinds of attention and of feed-forward, and 64 experts of 896: the sums go by how many."""
     from tiny_kimi_k3.configuration_kimi_k3 import KimiLinearConfig
     from tiny_kimi_k3.modeling_kimi_k3 import KimiLinearForCausalLM
 
     linear = {**memory_plan.KIMI_K3["linear_attn_config"], "kda_layers": [2], "full_attn_layers": [1]}
-    text = {**memory_plan.KIMI_K3, "num_hidden_layers": 2, "linear_attn_config": linear}
+    text = {**memory_plan.KIMI_K3, "num_hidden_layers": 2, "num_experts": 64, "linear_attn_config": linear}
     config = KimiLinearConfig(**{**text, "linear_attn_config": {**linear, "gate_lower_bound": -5.0}})
     with torch.device("meta"):
         target = KimiLinearForCausalLM(config).to(torch.bfloat16)
