@@ -143,7 +143,7 @@ def layer_bytes(parts: dict[str, int], text: dict, expert_bytes: float) -> int:
     linear, expert_layers = text["linear_attn_config"], text["num_hidden_layers"] - text["first_k_dense_replace"]
     kinds = (("KDA layers", "kda_layers"), ("MLA layers", "full_attn_layers"))
     attention = max(parts[part] // max(len(linear[layers]), 1) for part, layers in kinds)
-    around = parts["router, shared experts, projections"] // expert_layers + attention
+    around = parts["router, shared experts, projections"] // expert_layers + attention + 6 * text["hidden_size"]
     return around * BF16 + int(parts["routed experts"] // expert_layers * expert_bytes)
 
 
