@@ -3,7 +3,7 @@
     python scripts/push_to_hub.py [--repo-id OWNER/NAME] [--push] [--json OUT]
 
 Without `--push` nothing is sent: it lists the files that would be, and their sizes. These are the files git tracks,
-without those that only developing needs, and `model.safetensors` if it is there. Every checkpoint among them is checked
+so that a clone from the Hub can do all the README says, and `model.safetensors` if it is there. Every checkpoint among them is checked
 by its headers before, and one that does not fit is not pushed. Whom the Hub takes you for is huggingface_hub's matter:
 log in with `hf auth login`.
 """
@@ -20,9 +20,6 @@ from common import ROOT, TINY_DRAFT
 from download_weights import REPO_ID
 from huggingface_hub import HfApi
 
-# Tracked, and of no use to anyone who loads the model.
-FOR_DEVELOPING = ("tests/", ".ci/", ".gitignore", "pytest.ini")
-
 
 class PushError(Exception):
     """Why nothing can be pushed, and what to do about it."""
@@ -33,7 +30,7 @@ def package_files(root: Path) -> dict[str, int]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
     if listed.returncode:
         raise PushError(f"{root} is no git repository, and only what git tracks is pushed: {listed.stderr.strip()}")
-    names = [name for name in listed.stdout.split("\0") if name and not name.startswith(FOR_DEVELOPING)]
+    names = [name for name in listed.stdout.split("\0") if name]
     if (root / WEIGHTS).is_file() and WEIGHTS not in names:
         names.append(WEIGHTS)
     gone = [name for name in names if not (root / name).is_file()]

@@ -68,6 +68,8 @@ def clone(tmp_path, monkeypatch):
 
 
 PACKAGE = [
+    ".ci/run",
+    ".gitignore",
     "README.md",
     "config.json",
     "custom_generate/generate.py",
@@ -76,6 +78,7 @@ PACKAGE = [
     f"{EXAMPLE}/modeling_dspark.py",
     WEIGHTS,
     "modeling_dspark.py",
+    "tests/test_it.py",
 ]
 
 
@@ -146,7 +149,7 @@ def test_a_hub_that_refuses_is_quoted(clone, hub, capsys):
 
 
 def test_this_repository_is_ready_to_be_listed(hub, tmp_path, capsys):
-    """The package as it is: code, card and example are in it, tests and what is made on the way are not."""
+    """The package as it is: all it takes to load, test and train is in it, what is made on the way is not."""
     if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True).returncode:
         pytest.skip("this copy of the repository is not a git clone")
     out = tmp_path / "files.json"
@@ -154,5 +157,6 @@ def test_this_repository_is_ready_to_be_listed(hub, tmp_path, capsys):
     names = set(json.loads(out.read_text())["files"])
     assert {"README.md", "config.json", "modeling_dspark.py", "custom_generate/generate.py"} <= names
     assert {f"{EXAMPLE}/{WEIGHTS}", "examples/tiny-kimi-k3/config.json", "figures/training.png"} <= names
-    assert not [name for name in names if name.startswith(("tests/", "build/", ".ci/")) or ".cache" in name]
+    assert {"scripts/generate.py", "tests/conftest.py", "pytest.ini"} <= names
+    assert not [name for name in names if name.startswith("build/") or ".cache" in name]
     assert hub.made == []
