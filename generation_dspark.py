@@ -46,10 +46,10 @@ class Round:
     """
 
     position: int
-    draft_tokens: torch.LongTensor
+    draft_tokens: torch.Tensor
     confidence: torch.Tensor | None
     accepted: int
-    tokens: torch.LongTensor
+    tokens: torch.Tensor
 
 
 @dataclass
@@ -70,10 +70,10 @@ class DSparkGenerateOutput(ModelOutput):
         rounds: with `output_rounds`, a `Round` for each verify round; for a batch, a tuple of them for each row.
     """
 
-    sequences: torch.LongTensor | None = None
+    sequences: torch.Tensor | None = None
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
-    acceptance_histogram: torch.LongTensor | None = None
+    acceptance_histogram: torch.Tensor | None = None
     acc_len: torch.Tensor | None = None
     tokens_per_round: torch.Tensor | None = None
     num_target_forwards: int | None = None
@@ -128,7 +128,7 @@ class Transcript:
 @torch.no_grad()
 def generate(
     draft,
-    input_ids: torch.LongTensor | None = None,
+    input_ids: torch.Tensor | None = None,
     target=None,
     generation_config: GenerationConfig | None = None,
     logits_processor: LogitsProcessorList | None = None,
@@ -136,13 +136,13 @@ def generate(
     prefix_allowed_tokens_fn: Callable | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer=None,
-    inputs: torch.LongTensor | None = None,
+    inputs: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     draft_sampling: str = "sample",
     verification: str = "token",
     output_rounds: bool = False,
     **kwargs,
-) -> torch.LongTensor | DSparkGenerateOutput:
+) -> torch.Tensor | DSparkGenerateOutput:
     """Continue a prompt with the target's own output, drafted by `draft` (DSpark, arXiv 2607.05147).
 
     Greedy decoding gives the target's own tokens; sampling keeps the target's distribution (Leviathan et al., arXiv
@@ -336,7 +336,7 @@ def count_until_stop(transcript: Transcript, tokens: torch.Tensor, token_ids: li
     text = torch.cat([transcript.ids, tokens], dim=1) if stops.criteria else None
     for count, token_id in enumerate(token_ids, start=1):
         stopped = length + count >= max_length or token_id in stops.end_ids
-        if stops.criteria:
+        if text is not None:
             stopped |= ask_criteria(transcript, text[:, : length + count], scores[:, :count])
         if stopped:
             transcript.finished = True
@@ -450,10 +450,10 @@ def accept_sampled_block(
 
     Args: as of `accept_sampled`.
     """
-    weights = [torch.ones_like(target_probs[:, 0, 0])]
+    steps = [torch.ones_like(target_probs[:, 0, 0])]
     for ratio in likelihood_ratios(target_probs, draft_tokens, draft_probs).unbind(1):
-        weights.append((weights[-1] * ratio).clamp(max=1.0))
-    weights = torch.stack(weights, dim=1)
+        steps.append((steps[-1] * ratio).clamp(max=1.0))
+    weights = torch.stack(steps, dim=1)
     residual = (weights[..., None] * target_probs - F.pad(draft_probs, (0, 0, 0, 1))).clamp_min(0.0)
     mass = residual[:, 1:-1].sum(dim=-1)
     # Equal laws behind a prefix of full weight leave 0 / 0: it passes, as all that follows it does.
@@ -509,7 +509,7 @@ def draw(law: torch.Tensor, generator: torch.Generator | None = None) -> torch.T
 
 def summarize(
     transcripts: list[Transcript], request: Request, past: DSparkState
-) -> torch.LongTensor | DSparkGenerateOutput:
+) -> torch.Tensor | DSparkGenerateOutput:
     """The return value of `generate`: the text, or the text with the acceptance figures."""
     config = request.config
     sequences = pad_rows(transcripts, request)
@@ -533,7 +533,7 @@ def summarize(
     )
 
 
-def pad_rows(transcripts: list[Transcript], request: Request) -> torch.LongTensor:
+def pad_rows(transcripts: list[Transcript], request: Request) -> torch.Tensor:
     """Prompts as they came and each row's new tokens, `[B, prompt + new]`, short ones filled up with pad tokens."""
     longest = max(transcript.num_new_tokens for transcript in transcripts)
     new_tokens = []

@@ -152,6 +152,8 @@ class DSparkRotaryEmbedding(Qwen3RotaryEmbedding):
     would be useless at the positions of a long context.
     """
 
+    inv_freq: torch.Tensor
+
     def _apply(self, fn: Callable, recurse: bool = True):
         super()._apply(fn, recurse)
         device = self.inv_freq.device
@@ -397,7 +399,7 @@ class DSparkDraftModel(PreTrainedModel):
         rotary = self.rotary_emb(context, position_ids)
         cache.reserve(features.shape[1])
         for index, layer in enumerate(self.layers):
-            cache.place(index, *layer.self_attn.keys_and_values(context, rotary))
+            cache.place(index, *layer.self_attn.keys_and_values(context, rotary))  # type: ignore[operator]
         cache.keep(widths, position_ids[:, 0])
 
     @torch.no_grad()
@@ -487,7 +489,8 @@ class DSparkDraftModel(PreTrainedModel):
         generator: torch.Generator | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draw the K tokens one by one from the head's float32 logits `[B, K, V]`; return tokens, logits and scores."""
-        drafted, rows, state = [], [], None
+        drafted: list[torch.Tensor] = []
+        rows, state = [], None
         for k in range(self.config.block_size):
             logits = base_logits[:, k]
             if self.markov_head is not None:

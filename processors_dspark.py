@@ -89,7 +89,7 @@ class BlockTexts:
     def __init__(self, processors: RowProcessors, texts: list[torch.Tensor | None], block_size: int):
         self.processors = processors
         self.texts = texts
-        self.lengths = [None if text is None else text.shape[1] for text in texts]
+        self.lengths = [0 if text is None else text.shape[1] for text in texts]
         self.buffers = texts
         if not processors.are_text_blind:  # one buffer for all places: a copy each would grow with the context
             self.buffers = [

@@ -11,6 +11,7 @@ import math
 import sys
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,12 +67,13 @@ class DSparkState:
     draft: nn.Module
     target: nn.Module
     texts: list[torch.Tensor]
-    context: object
+    context: Any
     memory: TargetMemory | None
 
     def take_memory(self) -> TargetMemory:
         """The target's memory, which changes from here on: it can be taken once."""
         memory, self.memory = self.memory, None
+        assert memory is not None, "a used one was refused"
         return memory
 
 
@@ -272,10 +274,10 @@ def check_past(
             "torch.inference_mode() too, or leave it out to start afresh."
         )
     for row, (text, prompt) in enumerate(zip(past.texts, prompts)):
-        held = text.shape[1]
-        if prompt.shape[1] <= held or not torch.equal(prompt[:, :held], text):
+        length = text.shape[1]
+        if prompt.shape[1] <= length or not torch.equal(prompt[:, :length], text):
             raise ValueError(
-                f"`input_ids` row {row} ({prompt.shape[1]} tokens without padding) does not go on from the {held} "
+                f"`input_ids` row {row} ({prompt.shape[1]} tokens without padding) does not go on from the {length} "
                 "tokens that `past_key_values` holds. Pass the whole text, the earlier turns token for token, or leave "
                 "`past_key_values` out."
             )

@@ -24,16 +24,17 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .target_state import Slots, TargetState
 
 
 @dataclass
 class TargetOutput:
-    """One forward: `logits` `[B, rows, V]` of its last rows, `features` `[B, positions, T * H]` (None without taps)."""
+    """One forward: `logits` `[B, rows, V]` of its last rows, `features` `[B, positions, T * H]`."""
 
     logits: torch.Tensor
-    features: torch.Tensor | None
+    features: torch.Tensor
 
 
 @dataclass
@@ -68,14 +69,14 @@ class VerifiableTarget:
     after an exception a notebook keeps the frames alive, and with them gigabytes.
     """
 
-    def __init__(self, model: nn.Module, tap_ids: tuple[int, ...] = ()):
+    def __init__(self, model: PreTrainedModel, tap_ids: tuple[int, ...] = ()):
         self.model = model
         self.tap_ids = tuple(tap_ids)
         self.backbone, self.lm_head = locate_text_model(model)
         self.config = self.backbone.config
         self.tapped_norms = {tap_id: self._norm_after(tap_id) for tap_id in self.tap_ids}
         self.cache_argument = cache_argument(model)
-        self.cache = None
+        self.cache: object = None
         self.state: TargetState | None = None
         self.slots: Slots | None = None
         self._head_like: torch.Tensor | None = None  # empty, of the dtype and device the target hands to its head
@@ -91,7 +92,7 @@ class VerifiableTarget:
         return torch.device(next((device for device in devices if device is not None), "cpu"))
 
     @classmethod
-    def wrap(cls, target: "VerifiableTarget | nn.Module") -> "VerifiableTarget":
+    def wrap(cls, target: "VerifiableTarget | PreTrainedModel") -> "VerifiableTarget":
         """`target` itself if it is wrapped already, else a `VerifiableTarget` around it."""
         return target if isinstance(target, cls) else cls(target)
 
@@ -115,6 +116,7 @@ class VerifiableTarget:
 
     def hand_out(self) -> "TargetMemory":
         """What the target remembers, for a later `take_up`; this object lets go of it."""
+        assert self.state is not None and self.slots is not None, "there was a prefill"
         self.state.close()
         memory = TargetMemory(self.cache, self.state, self.slots, self._checked)
         self.cache = self.state = self.slots = None
@@ -232,7 +234,7 @@ class VerifiableTarget:
 
     def _tapped_forward(self, rows: int, **arguments) -> tuple:
         """Call the model with its hooks on: its output, with the logits of the last `rows` positions; what its head
-        would have read, `[B, P, H]`; and the features `[B, P, T * H]` (None without taps)."""
+        would have read, `[B, P, H]`; and the features `[B, P, T * H]`."""
         taps: dict[int, torch.Tensor] = {}
         head_inputs: list[torch.Tensor] = []
 
@@ -253,7 +255,7 @@ class VerifiableTarget:
                 "This target is not supported."
             )
         features = [taps[tap_id].to(self.device) for tap_id in self.tap_ids]
-        return output, head_inputs[0], torch.cat(features, dim=-1) if features else None
+        return output, head_inputs[0], torch.cat(features, dim=-1) if features else head_inputs[0][..., :0]
 
     def _rehearse(self) -> None:
         """Replay on a scratch cache, so that a layer of unknown structure is refused before any token is made.
@@ -313,7 +315,7 @@ def reserved(model: nn.Module):
             del _in_use[id(model)]
 
 
-def locate_text_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+def locate_text_model(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.Module]:
     """The text backbone (with `layers`, `norm`, `embed_tokens`) inside `model`, and the output head that belongs to it.
 
     Goes down `language_model` and `model`, as the multimodal wrapper and the text classes nest them. ValueError without

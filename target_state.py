@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -247,13 +248,13 @@ class Replay(ABC):
 
     @staticmethod
     @abstractmethod
-    def replay(replays: list["Replay"], before: list[RecurrentState], kept: list[int]) -> list[RecurrentState]:
+    def replay(replays: list[Any], before: list[RecurrentState], kept: list[int]) -> list[RecurrentState]:
         """For layers of one family, the states after the first `kept[i]` tokens of row i of the caught forward, from
         the states `before` it."""
 
     @classmethod
     def compare(
-        cls, replays: list["Replay"], before: list[RecurrentState], own: list[RecurrentState], whole: list[int]
+        cls, replays: list[Any], before: list[RecurrentState], own: list[RecurrentState], whole: list[int]
     ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """For each layer, pairs of tensors that agree if a replay of the whole forward does what the target did:
         replayed, `own`. `whole` is its width, for each row."""
@@ -416,7 +417,7 @@ class LayerReplay(Replay):
         self.decoder_layer = decoder_layer
         self.store = store
         self.index = index
-        self.call = None  # the layer, its arguments and its output in the verify forward
+        self.call: Any = None  # the layer, its arguments and its output in the verify forward
 
     def attach(self, add_hook: Callable) -> None:
         for child in self.decoder_layer.children():

@@ -332,7 +332,7 @@ def test_options_give_what_the_targets_own_generate_gives(options):
         common = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
         common |= {"output_scores": True, "output_logits": True, **options}
         expected = target.generate(prompt, **common)
-        draft = make_scripted_draft(target, follow(expected.sequences, lambda: place))
+        draft = make_scripted_draft(target, follow(expected.sequences, lambda place=place: place))
         output = draft.generate(prompt, target=target, **common)
         assert torch.equal(output.sequences, expected.sequences)
         for mine, theirs in ((output.scores, expected.scores), (output.logits, expected.logits)):

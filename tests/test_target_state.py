@@ -36,7 +36,7 @@ def assert_same_state(cache, expected: dict[str, torch.Tensor], only: str = "", 
     for name, tensor in held.items():
         assert tensor.dtype == expected[name].dtype and tensor.shape == expected[name].shape, name
         torch.testing.assert_close(
-            tensor, expected[name], **(tolerance or dict(atol=1e-4, rtol=1e-4)), msg=lambda m: f"{name}: {m}"
+            tensor, expected[name], **(tolerance or dict(atol=1e-4, rtol=1e-4)), msg=lambda m, name=name: f"{name}: {m}"
         )
 
 
