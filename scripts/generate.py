@@ -1,15 +1,19 @@
 """Write text with a Kimi K3 target and a DSpark draft, and say how well the draft did.
 
-Without arguments it runs the tiny Kimi K3 of `examples/`, and compares the text with what that model writes alone.
+Without arguments it runs the tiny Kimi K3 of `examples/`, and compares the text with what that model writes alone. With
+`--show-drafts` it shows what each round drafted and what became of it, once the text is written.
 """
 
 import argparse
+import importlib.util
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from common import TINY_TARGET, encode_prompt, is_tiny, load_draft, load_target, plain_greedy
+from show_rounds import label_pieces, print_pieces
 from transformers import TextStreamer
 
 PROMPT = "import os\n"
@@ -27,6 +31,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=200, help="tokens to write at most (default: 200)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy decoding (default), else sampling")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="show accepted, rejected and the target's own tokens, in colours or, without them, in marks (needs rich)",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file too")
     arguments = parser.parse_args()
     if arguments.temperature < 0:
@@ -41,6 +50,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--prompt-file {arguments.prompt_file} is not a file")
     if arguments.prompt_file is not None and arguments.prompt_file.stat().st_size == 0:
         parser.error(f"--prompt-file {arguments.prompt_file} is empty, expected at least one character")
+    if arguments.show_drafts and importlib.util.find_spec("rich") is None:
+        parser.error("--show-drafts colours with rich, which is missing: pip install -r requirements-training.txt")
     return arguments
 
 
@@ -58,11 +69,16 @@ def main() -> None:
         input_ids,
         target=target,
         max_new_tokens=arguments.max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        streamer=None if arguments.show_drafts else TextStreamer(tokenizer, skip_special_tokens=True),
         return_dict_in_generate=True,
+        output_rounds=arguments.show_drafts,
         **sampling,
     )
     figures = measure(output, input_ids.shape[1], time.perf_counter() - start)
+    if arguments.show_drafts:
+        pieces = label_pieces(tokenizer, input_ids[0], output.sequences[0], output.rounds)
+        figures["pieces"] = [asdict(piece) for piece in pieces]
+        print_pieces(pieces)
     print(
         f"\n{figures['new_tokens']} tokens in {figures['rounds']} rounds, acc_len {output.acc_len.item():.2f}, "
         f"{figures['tokens_per_second']:.1f} tokens/s (prefill included)"

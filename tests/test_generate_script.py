@@ -1,6 +1,7 @@
 """`scripts/generate.py` on the pair that ships: what it prints, what it writes, and what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -49,6 +50,32 @@ def test_a_run_without_rounds_has_no_acceptance_length(tmp_path, monkeypatch):
     run_main(monkeypatch, "--target", str(tiny), "--max-new-tokens", "1", "--json", str(out))
     figures = json.loads(out.read_text("utf-8"))
     assert figures["rounds"] == 0 and figures["acc_len"] is None and figures["tokens_per_round"] is None
+
+
+def test_drafts_are_shown_with_what_became_of_them(tmp_path, monkeypatch, capsys):
+    out, greedy = tmp_path / "figures.json", ("--max-new-tokens", "24", "--json")
+    run_main(monkeypatch, *greedy, str(out))
+    text = json.loads(out.read_text("utf-8"))["text"]
+    capsys.readouterr()
+    run_main(monkeypatch, *greedy, str(out), "--show-drafts")
+    figures, shown = json.loads(out.read_text("utf-8")), capsys.readouterr().out
+    assert figures["same_as_target_alone"] is True and figures["text"] == text
+    pieces = figures["pieces"]
+    staying = [piece for piece in pieces if piece["kind"] not in ("prompt", "rejected")]
+    assert "".join(piece["text"] for piece in staying) == text and len(staying) == figures["new_tokens"]
+    assert {piece["round"] for piece in pieces} == {None, *range(1, figures["rounds"] + 1)}
+    # Not a terminal, so in marks; taking the rejected ones and the marks out leaves the text.
+    plain = re.sub(r"\[-.*?-\]", "", shown)
+    for mark in ("{+", "+}", "⏎"):
+        plain = plain.replace(mark, "")
+    assert plain.startswith(script.PROMPT + text) and "[-draft, rejected-]" in shown
+
+
+def test_showing_drafts_without_rich_ends_with_a_message(monkeypatch, capsys):
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        run_main(monkeypatch, "--show-drafts")
+    assert "rich, which is missing: pip install -r requirements-training.txt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
