@@ -3,9 +3,9 @@
     python scripts/push_to_hub.py [--repo-id OWNER/NAME] [--push] [--json OUT]
 
 Without `--push` nothing is sent: it lists the files that would be, and their sizes. These are the files git tracks,
-so that a clone from the Hub can do all the README says, and `model.safetensors` if it is there. Every checkpoint among them is checked
-by its headers before, and one that does not fit is not pushed. Whom the Hub takes you for is huggingface_hub's matter:
-log in with `hf auth login`.
+so that a clone from the Hub can do all the README says, and `model.safetensors` if it is there. Every checkpoint among
+them is checked by its headers before, and one that does not fit is not pushed. Whom the Hub takes you for is
+huggingface_hub's matter: log in with `hf auth login`.
 """
 
 import argparse
