@@ -35,7 +35,6 @@ from tqdm import tqdm
 from transformers import get_scheduler
 
 CHECKPOINT = "checkpoint"
-CURVES = ("loss", "ce", "l1", "bce", "expected_length")  # of a log's records, beside the acceptance by position
 
 
 def parse_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
@@ -202,9 +201,10 @@ def train_step(run: Run, batches: Iterator[dict], step: int) -> dict:
     for scheduler in run.schedulers:
         scheduler.step()
     mean = accelerator.reduce(torch.stack(figures).nanmean(dim=0), reduction="mean").tolist()
+    names = ("loss", "ce", "l1", "bce", "expected_length")
     return {
-        **dict(zip(CURVES, mean)),
-        "acceptance": mean[len(CURVES) :],
+        **dict(zip(names, mean)),
+        "acceptance": mean[len(names) :],
         "learning_rate": learning_rate,
         "grad_norm": float(grad_norm),
         "seconds": time.perf_counter() - started,
@@ -350,42 +350,28 @@ def describe(record: dict) -> str:
 
 
 def plot_curves(log_path: Path, picture: Path, smooth: int = 50) -> None:
-    """Draw the curves of a log, as means over `smooth` steps."""
-    records = read_log(log_path)
-    draw_curves(thin(records, max(1, min(smooth, len(records) // 4))), picture)
-
-
-def read_log(log_path: Path) -> list[dict]:
-    return [json.loads(line) for line in log_path.read_text().splitlines()]
-
-
-def thin(records: list[dict], window: int) -> list[dict]:
-    """A record for each `window` records of a log, with their means of what is drawn and the last one's step."""
-    table = torch.tensor([[*(record[name] for name in CURVES), *record["acceptance"]] for record in records])
-    means = table[: len(table) // window * window].view(-1, window, table.shape[1]).nanmean(dim=1).tolist()
-    return [
-        {"step": last["step"], **dict(zip(CURVES, row)), "acceptance": row[len(CURVES) :]}
-        for last, row in zip(records[window - 1 :: window], means)
-    ]
-
-
-def draw_curves(records: list[dict], picture: Path) -> None:
-    """Draw loss terms, acceptance by position and expected length over the steps."""
+    """Draw loss terms, acceptance by position and expected length over the steps, as means over `smooth` steps."""
     from matplotlib.figure import Figure
 
-    steps = [record["step"] for record in records]
+    records = [json.loads(line) for line in log_path.read_text().splitlines()]
+    window = max(1, min(smooth, len(records) // 4))
+    table = torch.tensor(
+        [[r["loss"], r["ce"], r["l1"], r["bce"], r["expected_length"], *r["acceptance"]] for r in records]
+    )
+    table = table[: len(table) // window * window].view(-1, window, table.shape[1]).nanmean(dim=1)
+    steps = torch.arange(1, len(table) + 1) * window
     figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
     losses, acceptance, length = figure.subplots(1, 3)
     names = ("loss", f"CE (x {CE_WEIGHT})", f"L1 (x {L1_WEIGHT})", f"confidence BCE (x {CONFIDENCE_WEIGHT})")
-    for key, name in zip(CURVES, names):
-        losses.plot(steps, [record[key] for record in records], label=name)
+    for column, name in enumerate(names):
+        losses.plot(steps, table[:, column], label=name)
     losses.set(title="Loss terms", xlabel="step")
     losses.legend(frameon=False)
-    for position, rates in enumerate(zip(*(record["acceptance"] for record in records)), start=1):
+    for position, rates in enumerate(table[:, 5:].T, start=1):
         acceptance.plot(steps, rates, label=str(position))
     acceptance.set(title="Acceptance by draft position", xlabel="step", ylim=(0, 1))
     acceptance.legend(frameon=False, ncols=2)
-    length.plot(steps, [record["expected_length"] for record in records])
+    length.plot(steps, table[:, 4])
     length.set(title="Expected accepted length", xlabel="step")
     figure.savefig(picture)
 
