@@ -19,6 +19,7 @@ ROOT_MODULES = {
     "generation_dspark.py",
     "processors_dspark.py",
     "request_dspark.py",
+    "schedule_dspark.py",
     "target_kimi_k3.py",
     "target_state.py",
 }
