@@ -25,7 +25,6 @@ Shapes: B batch, K draft tokens.
 import math
 import time
 import weakref
-from itertools import accumulate
 from numbers import Integral, Real
 
 import torch
@@ -137,10 +136,22 @@ class MeasuredCosts:
         return max(width for width, taken in enumerate(self.seconds, start=1) if len(taken) == fewest)
 
     def by_width(self) -> list[float]:
-        """Seconds by width. None is above that of a wider round, which does the same work and more: what is left of
-        noise would otherwise end the search too early."""
-        lowest = [min(taken) for taken in self.seconds]
-        return list(accumulate(reversed(lowest), min))[::-1]
+        """Seconds by width, fitted so that none is above that of a wider round: a dent that noise left in the curve
+        would end the search too early."""
+        return nondecreasing([min(taken) for taken in self.seconds])
+
+
+def nondecreasing(values: list[float]) -> list[float]:
+    """The sequence nearest to `values` in squares in which nothing falls: neighbours that do are replaced by their
+    mean, as 5 4 7 by 4.5 4.5 7."""
+    levels: list[tuple[float, int]] = []  # means, and of how many values
+    for mean in values:
+        count = 1
+        while levels and levels[-1][0] > mean:
+            before, more = levels.pop()
+            mean, count = (mean * count + before * more) / (count + more), count + more
+        levels.append((mean, count))
+    return [mean for mean, count in levels for _ in range(count)]
 
 
 def fastest_width(survival: list[float], rows: int, costs: list[float], stop_early: bool) -> int:
@@ -169,8 +180,12 @@ def probabilities(confidence: torch.Tensor, rows: list[int], temperatures: list[
     return (logits if temperatures is None else logits / torch.tensor(temperatures)).sigmoid()
 
 
-# By target and draft: what their rounds took, for later calls in the same process.
-_measured = weakref.WeakKeyDictionary()
+_measured = weakref.WeakKeyDictionary()  # by target and draft, for later calls in the same process
+
+
+def measured_costs(draft: nn.Module, model: nn.Module) -> dict[tuple[int, int], MeasuredCosts]:
+    """What rounds of this draft and target took, by batch size and order of context length; `AutoWidth` fills it."""
+    return _measured.setdefault(model, weakref.WeakKeyDictionary()).setdefault(draft, {})
 
 
 def make_schedule(draft: nn.Module, model: nn.Module, verify_width, confidence_threshold, verify_costs, drawn: bool):
@@ -191,8 +206,7 @@ def make_schedule(draft: nn.Module, model: nn.Module, verify_width, confidence_t
                 "(`enable_confidence_head` is False). Leave it out, or pass a number as `verify_width`."
             )
     if verify_width == "auto":
-        measured = _measured.setdefault(model, weakref.WeakKeyDictionary()).setdefault(draft, {})
-        return AutoWidth(verify_costs, measured, temperatures, drawn)
+        return AutoWidth(verify_costs, measured_costs(draft, model), temperatures, drawn)
     if confidence_threshold is not None:
         return ThresholdWidth(confidence_threshold, verify_width or widest, temperatures)
     return FixedWidth(verify_width or widest)

@@ -30,6 +30,7 @@ from common import (
     load_draft,
     load_target,
     read_prompts,
+    root_module,
 )
 from evaluate import acceptance_length, derived_seed, table
 from tqdm import tqdm
@@ -92,8 +93,7 @@ def measure(target, draft, prompts: list[torch.Tensor], arguments: argparse.Name
     """The figures of all ways on easy and hard text, from more prompts `[1, P]` than are used."""
     kinds = choose_texts(target, draft, prompts, arguments)
     ways = [*range(1, draft.config.block_size + 2), AUTO]
-    for prompt in kinds["easy"]:  # warms up, and measures what rounds cost
-        write(target, draft, prompt, AUTO, arguments.max_new_tokens, KINDS["easy"])
+    costs = measure_costs(target, draft, [*kinds["hard"], *kinds["easy"]], arguments.max_new_tokens)  # also warms up
     repeats, histograms, widths = [], Counter(), Counter()
     for number in tqdm(range(arguments.repeats), unit="repeat", file=sys.stderr):
         tokens, seconds = Counter(), Counter()
@@ -111,7 +111,17 @@ def measure(target, draft, prompts: list[torch.Tensor], arguments: argparse.Name
                     if way == AUTO:
                         widths.update((kind, step.width) for step in output.rounds)
         repeats.append(rates(tokens, seconds, ways))
-    return summarize(repeats, ways, histograms, widths)
+    return {"seconds by width": costs, "texts": summarize(repeats, ways, histograms, widths)}
+
+
+def measure_costs(target, draft, prompts: list[torch.Tensor], length: int) -> list[float]:
+    """Seconds of a round by width, from the first rounds of "auto"."""
+    measured = root_module(type(draft), "schedule_dspark").measured_costs(draft, target)
+    for prompt in prompts * 24:  # each width is measured three times, so one round a prompt would do
+        write(target, draft, prompt, AUTO, length, KINDS["hard"])
+        if all(costs.next_width() is None for costs in measured.values()):
+            return next(iter(measured.values())).by_width()
+    raise SystemExit("The answers are too short to measure what rounds of each width take: see --prompts.")
 
 
 def choose_texts(target, draft, prompts: list[torch.Tensor], arguments: argparse.Namespace) -> dict:
@@ -166,18 +176,19 @@ def summarize(repeats: list[dict], ways: list, histograms: dict, widths: Counter
         figures[kind]["accepted + 1 at full width"] = acceptance_length(histograms[kind].tolist())
         chosen = [width for (text, width), count in widths.items() if text == kind for _ in range(count)]
         figures[kind]["mean width of auto"] = statistics.fmean(chosen) if chosen else None
-    return {"texts": figures}
+    return figures
 
 
 def report(figures: dict) -> str:
     texts = figures["texts"]
     rows = [(way, *(shown(texts[kind]["tokens/s"][way], 0) for kind in texts)) for way in texts["both"]["tokens/s"]]
-    lines = [table(("Verify width", *(f"{kind}, tokens/s" for kind in texts)), rows)]
+    costs = ", ".join(f"{1e3 * seconds:.1f}" for seconds in figures["seconds by width"])
+    lines = [f"Rounds of width 1 to {len(figures['seconds by width'])} take {costs} ms, the draft included."]
+    lines += [table(("Verify width", *(f"{kind}, tokens/s" for kind in texts)), rows)]
     for kind, found in texts.items():
-        line = (
-            f"{kind}: auto is {shown(found['auto over the best fixed width'], 2)} times as fast as the best fixed width, "
-            f"{found['best fixed width']}, and {shown(found['auto over the full width'], 2)} times as fast as the full one"
-        )
+        best, full = (shown(found[f"auto over the {name} width"], 2) for name in ("best fixed", "full"))
+        line = f"{kind}: auto is {best} times as fast as the best fixed width, {found['best fixed width']}, and {full} "
+        line += "times as fast as the full width"
         if kind in KINDS:
             line += f"; accepted drafts + 1 at full width: {found['accepted + 1 at full width'] or 0:.2f}"
             line += f"; mean width of auto: {found['mean width of auto'] or 0:.1f}"
