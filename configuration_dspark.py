@@ -8,6 +8,7 @@ Every rule is checked once, while the configuration is built. The model trusts w
 
 import copy
 import json
+import math
 from typing import Any, NoReturn
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -104,6 +105,9 @@ class DSparkConfig(Qwen3Config):
             `target_layer_ids`, `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`,
             `confidence_head_alpha` (the confidence head's weight in the training loss), `enable_confidence_head`
             (absent: whether that weight is above 0), `confidence_head_with_markov`, `attention_mode`, `projector_type`.
+        confidence_temperatures: what the confidence logits are divided by, a number for each of the K positions, where
+            they decide how many draft tokens to verify; None: they are taken as they are. `scripts/calibrate.py` fits
+            them.
 
     RoPE may be spelled `rope_theta` + `rope_scaling` or `rope_parameters` under any transformers version; it is saved
     in the first spelling, which every version reads. The heads' fields are saved at the top level as well, for the
@@ -121,6 +125,7 @@ class DSparkConfig(Qwen3Config):
         _check_backbone(fields, nested)
         _check_target(fields, nested)
         _check_heads(nested)
+        _check_temperatures(fields, nested)
         rope = _read_rope(fields)
         super().__init__(**fields, **_spell_rope(rope))
 
@@ -130,7 +135,8 @@ class DSparkConfig(Qwen3Config):
 
         Override: transformers assigns those fields after construction, past every check.
         """
-        own = {*PUBLISHED, *NESTED_ONLY, *ONLY_LAYOUT, "rope_parameters", "layer_types"} - {"dtype"}
+        other = {"rope_parameters", "layer_types", "confidence_temperatures"}
+        own = {*PUBLISHED, *NESTED_ONLY, *ONLY_LAYOUT, *other} - {"dtype"}
         replaced = {name: kwargs.pop(name) for name in own & kwargs.keys()}
         # With another `dflash_config`, the file's copies of the old one's values are out of date.
         stale = SERVING_COPIES if "dflash_config" in replaced else ()
@@ -308,6 +314,19 @@ def _check_heads(nested: dict[str, Any]) -> None:
     if nested["enable_confidence_head"] and nested["confidence_head_with_markov"] and not rank:
         why = "`markov_rank` is 0, so there is no Markov embedding for the confidence head to read"
         _refuse("dflash_config.confidence_head_with_markov", True, why, "Set it to false, or give the trained rank")
+
+
+def _check_temperatures(fields: dict[str, Any], nested: dict[str, Any]) -> None:
+    name, places = "confidence_temperatures", fields["block_size"]
+    values = fields.setdefault(name, None)
+    if values is None:
+        return
+    if not isinstance(values, list) or len(values) != places or not all(map(_is_number, values)):
+        _refuse(name, values, f"it must list `block_size` {places} numbers, one a position", "Fit them to this draft")
+    if not all(0 < value < math.inf for value in values):
+        _refuse(name, values, "logits are divided by them", "Use numbers above 0")
+    if not nested["enable_confidence_head"]:
+        _refuse(name, values, "this draft has no confidence head", "Remove the field")
 
 
 def _read_rope(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Speculative decoding with a DSpark draft: prefill, then rounds of draft, verify, accept, commit, emit.
 
-A round spends one forward of the target, W = K + 1 tokens wide: the anchor (the last committed token, which the target
-has not processed) and the K draft tokens. Row k of its logits judges draft token k + 1. With `a` accepted, the next
-token comes from row `a`, and the round yields a + 1 tokens.
+A round spends one forward of the target, W tokens wide: the anchor (the last committed token, which the target has not
+processed) and W - 1 draft tokens, all K of them unless the call asks for fewer (`schedule_dspark.py`). Row k of its
+logits judges draft token k + 1. With `a` accepted, the next token comes from row `a`, and the round yields a + 1
+tokens.
 
 Loop invariant, for each row: its committed tokens are final; the last of them is the anchor; the target's state holds
 exactly the positions before the anchor, and the draft's context holds exactly the same positions. Stops and budgets cut
@@ -14,7 +15,7 @@ part until all have, and keeps nothing.
 Everything around the loop (generation config, logits processors, stopping criteria, streamers) is transformers' own,
 prepared in `request_dspark.py`.
 
-Shapes: B batch, c committed tokens of a row, K draft tokens, W = K + 1 verify width, V vocabulary, T taps, H hidden.
+Shapes: B batch, c committed tokens of a row, K draft tokens, W verify width, V vocabulary, T taps, H hidden.
 """
 
 from collections.abc import Callable
@@ -40,14 +41,16 @@ class Round:
         position: index of the anchor in the row's text, padding not counted; the round's tokens follow it.
         draft_tokens: what the draft proposed, `[1, K]` int64.
         confidence: the draft's own logits, `[1, K]` float32, whose sigmoid estimates P(token accepted | all before it
-            accepted); None if the draft has no confidence head.
-        accepted: how many of the draft tokens verification accepted, before a stop or a budget cut the round.
-        tokens: what the round added to the text, `[1, 1..K + 1]` int64.
+            accepted), before calibration; None if the draft has no confidence head.
+        width: how many positions were verified: the anchor and the first `width - 1` draft tokens.
+        accepted: how many of these verification accepted, before a stop or a budget cut the round.
+        tokens: what the round added to the text, `[1, 1..width]` int64.
     """
 
     position: int
     draft_tokens: torch.Tensor
     confidence: torch.Tensor | None
+    width: int
     accepted: int
     tokens: torch.Tensor
 
@@ -62,7 +65,7 @@ class DSparkGenerateOutput(ModelOutput):
             a row that has ended.
         logits: with `output_logits`, unprocessed target logits of each new token, likewise.
         acceptance_histogram: verify rounds by accepted draft tokens 0..K, `[B, K + 1]` int64, as verification judged,
-            before a stop or a budget cut the round.
+            before a stop or a budget cut the round. Draft tokens that were not verified count as not accepted.
         acc_len: mean of accepted + 1 over the rounds, `[B]` float32 (as SGLang 0.5.23 counts it); nan without rounds.
         tokens_per_round: tokens emitted by rounds over rounds, `[B]` float32, which a stop cuts; nan without rounds.
         num_target_forwards: verify forwards of the target; prefill is not counted.
@@ -91,8 +94,8 @@ class Verdict:
     """Outcome of one verification: for each row, how many draft tokens are accepted, and the round's `token_ids`, these
     and the one that follows them.
 
-    Both are on the host, fetched together: it is the only time in a round that the host waits for a device. `tokens`
-    `[B, K + 1]` are the same on the device; a row's are the first `accepted + 1` of its row.
+    Both are on the host, fetched together: with a width that is fixed, it is the only time in a round that the host
+    waits for a device. `tokens` `[B, W]` are the same on the device; a row's are the first `accepted + 1` of its row.
     """
 
     accepted: list[int]
@@ -141,6 +144,9 @@ def generate(
     draft_sampling: str = "sample",
     verification: str = "token",
     output_rounds: bool = False,
+    verify_width: int | str | None = None,
+    confidence_threshold: float | None = None,
+    verify_costs: list[float] | None = None,
     **kwargs,
 ) -> torch.Tensor | DSparkGenerateOutput:
     """Continue a prompt with the target's own output, drafted by `draft` (DSpark, arXiv 2607.05147).
@@ -161,6 +167,13 @@ def generate(
         verification: when sampling, "token": each draft token is judged by itself; "block": all together (Sun et al.,
             arXiv 2403.10444), which accepts at least as much. All four ways keep the target's distribution.
         output_rounds: with `return_dict_in_generate=True`, return what every round did as `rounds`.
+        verify_width: positions that a round verifies, the anchor and the first draft tokens: 1 to K + 1, or "auto" for
+            the number of which most tokens a second are expected; K + 1 if None. Any width keeps the text or its law.
+        confidence_threshold: verify draft tokens up to the first whose confidence is below this, and at most
+            `verify_width` positions.
+        verify_costs: what a round of each width 1 to K + 1 takes, the draft's block included, in any unit. None: with
+            "auto", the first rounds go through all widths and are measured, once for draft, target and batch size in a
+            process. Then the clock has a say in the widths, and a seed does not repeat a sampled text.
         kwargs: fields of `GenerationConfig`, `attention_mask`, `pixel_values` and `grid_thws` of an image prompt, and
             `past_key_values` (or `cache`) of an earlier output, to process only what `input_ids` adds to that text.
 
@@ -190,6 +203,9 @@ def generate(
         draft_sampling,
         verification,
         output_rounds,
+        verify_width,
+        confidence_threshold,
+        verify_costs,
         kwargs,
     )
     with reserved(target), verifiable:
@@ -231,13 +247,14 @@ def decode(draft, target: VerifiableTarget, cache, request: Request) -> list[Tra
         anchors = torch.cat([transcript.anchor for transcript in transcripts])
         texts = texts_of(transcripts, draft.config.block_size)
         block = draft.draft_block(anchors, cache, target, texts, request.draws_drafts, request.generator)
-        draft_tokens = block.tokens.to(anchors.device)
+        width = request.schedule.choose(block.confidence, rows_of(transcripts), cache.length)
+        draft_tokens = block.tokens[:, : width - 1].to(anchors.device)
         output = target.verify(torch.cat([anchors[:, None], draft_tokens], dim=1))
         scores = texts.process(output.logits.to(anchors.device, torch.float32), draft_tokens)
-        verdict = accept(scores, draft_tokens, block.scores, request)
+        verdict = accept(scores, draft_tokens, block.scores[:, : width - 1], request)
 
         kept = count_until_stops(transcripts, verdict, scores)
-        record(transcripts, verdict, block, draft_tokens, kept)
+        record(transcripts, verdict, block, width, kept)
         commit(draft, target, cache, output.features, kept)
         emit(transcripts, verdict, scores, output.logits, kept)
 
@@ -303,6 +320,11 @@ def add_context(draft, cache, features: torch.Tensor, widths: list[int]) -> None
     draft.write_context(features, positions, cache, widths)
 
 
+def rows_of(transcripts: list[Transcript]) -> list[int]:
+    """The rows that have not ended."""
+    return [transcript.row for transcript in transcripts if not transcript.finished]
+
+
 def texts_of(transcripts: list[Transcript], block_size: int) -> BlockTexts:
     """The text of every row for its processors, with room for a block."""
     texts = [None if transcript.finished else transcript.ids for transcript in transcripts]
@@ -328,8 +350,8 @@ def count_until_stops(transcripts: list[Transcript], verdict: Verdict, scores: t
 def count_until_stop(transcript: Transcript, tokens: torch.Tensor, token_ids: list[int], scores: torch.Tensor) -> int:
     """How many of a row's tokens are kept: all, or up to the first stopping event, inclusive.
 
-    `token_ids` are on the host what `tokens` `[1, K + 1]` begins with. Criteria get the `scores` `[1, K + 1, V]` of the
-    new tokens so far when scores are asked for, as in transformers.
+    `token_ids` are on the host what `tokens` `[1, W]` begins with. Criteria get the `scores` `[1, W, V]` of the new
+    tokens so far when scores are asked for, as in transformers.
     """
     stops, length = transcript.request.stops, transcript.ids.shape[1]
     max_length = transcript.request.max_lengths[transcript.row]
@@ -351,7 +373,7 @@ def ask_criteria(transcript: Transcript, text: torch.Tensor, scores: torch.Tenso
     return bool(request.stops.criteria(text, so_far).all())
 
 
-def record(transcripts: list[Transcript], verdict: Verdict, block, draft_tokens: torch.Tensor, kept: list[int]) -> None:
+def record(transcripts: list[Transcript], verdict: Verdict, block, width: int, kept: list[int]) -> None:
     """Enter the round into the statistics of the rows that take part in it."""
     for transcript, accepted, count in zip(transcripts, verdict.accepted, kept):
         if not count:
@@ -361,8 +383,9 @@ def record(transcripts: list[Transcript], verdict: Verdict, block, draft_tokens:
             row = slice(transcript.row, transcript.row + 1)
             confidence = None if block.confidence is None else block.confidence[row]
             tokens = verdict.tokens[row, :count]
+            draft_tokens = block.tokens[row].to(tokens.device)
             position = transcript.ids.shape[1] - 1
-            transcript.rounds.append(Round(position, draft_tokens[row], confidence, accepted, tokens))
+            transcript.rounds.append(Round(position, draft_tokens, confidence, width, accepted, tokens))
 
 
 def emit(
@@ -382,7 +405,8 @@ def emit(
 
 
 def choose_tokens(scores: torch.Tensor, request: Request) -> Verdict:
-    """The first token after each prompt, chosen from the processed scores `[B, 1, V]` by the target alone."""
+    """The token after each text, chosen from the processed scores `[B, 1, V]` by the target alone: the first one, and
+    those of rounds that verify no draft token."""
     if request.config.do_sample:
         tokens = draw(scores[:, 0].softmax(dim=-1), request.generator)[:, None]
     else:
@@ -393,7 +417,9 @@ def choose_tokens(scores: torch.Tensor, request: Request) -> Verdict:
 def accept(
     target_scores: torch.Tensor, draft_tokens: torch.Tensor, draft_scores: torch.Tensor, request: Request
 ) -> Verdict:
-    """Judge the draft tokens `[B, K]` by processed target scores `[B, K + 1, V]` and the draft's own `[B, K, V]`."""
+    """Judge draft tokens `[B, W - 1]` by processed target scores `[B, W, V]` and the draft's own `[B, W - 1, V]`."""
+    if draft_tokens.shape[1] == 0:
+        return choose_tokens(target_scores, request)
     if not request.config.do_sample:
         return accept_greedy(target_scores, draft_tokens)
     if request.draft_sampling == "greedy":
@@ -405,7 +431,7 @@ def accept(
 
 
 def accept_greedy(target_scores: torch.Tensor, draft_tokens: torch.Tensor) -> Verdict:
-    """Accept the longest prefix of draft tokens `[B, K]` that equals the target's argmax over `[B, K + 1, V]`.
+    """Accept the longest prefix of draft tokens `[B, W - 1]` that equals the target's argmax over `[B, W, V]`.
 
     Example: the target's argmax by row is 5 7 9 4 and the drafts are 5 7 8: two are accepted, and 9 follows them.
     """

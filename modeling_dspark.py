@@ -42,6 +42,7 @@ from .target_kimi_k3 import VerifiableTarget
 # Not used in this file. Up to transformers 5.8 a module of a local folder is found only if the entry file imports it.
 from .processors_dspark import RowProcessors  # noqa: F401  # isort: skip
 from .request_dspark import Request  # noqa: F401  # isort: skip
+from .schedule_dspark import AutoWidth  # noqa: F401  # isort: skip
 from .target_state import TargetState  # noqa: F401  # isort: skip
 
 # Early checkpoints keep both heads under this name.

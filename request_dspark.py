@@ -20,6 +20,7 @@ from transformers.generation import EosTokenCriteria, GenerationMixin, MaxLength
 from transformers.generation.streamers import BaseStreamer
 
 from .processors_dspark import RowProcessors
+from .schedule_dspark import AutoWidth, FixedWidth, ThresholdWidth, make_schedule
 from .target_kimi_k3 import TargetMemory, VerifiableTarget
 
 # Fields of GenerationConfig that the loop honours; any other one that is not at its default is refused by name.
@@ -86,6 +87,8 @@ class Request:
         lengths: of the prompts, without padding.
         prompts: each without padding, `[1, length]`.
         max_lengths: of each row's text, without padding.
+        draws_drafts: whether draft tokens are drawn from the draft's law, and not its argmax.
+        schedule: chooses how many of them each round verifies.
         inputs: go to the target's forward at prefill.
         past: holds the beginning of each prompt already, or None.
     """
@@ -100,7 +103,9 @@ class Request:
     streamer: BaseStreamer | None
     generator: torch.Generator | None
     draft_sampling: str
+    draws_drafts: bool
     verification: str
+    schedule: FixedWidth | ThresholdWidth | AutoWidth
     output_rounds: bool
     inputs: dict[str, torch.Tensor]
     past: DSparkState | None
@@ -109,11 +114,6 @@ class Request:
     def new_ids(self) -> list[torch.Tensor]:
         """Of each prompt what `past` does not hold, `[1, n]`."""
         return [prompt[:, text.shape[1] :] for prompt, text in zip(self.prompts, self.past.texts)]
-
-    @property
-    def draws_drafts(self) -> bool:
-        """Whether draft tokens are drawn from the draft's law, and not its argmax."""
-        return self.config.do_sample and self.draft_sampling == "sample"
 
     @property
     def pad_token_id(self) -> int:
@@ -147,6 +147,9 @@ def prepare_request(
     draft_sampling,
     verification,
     output_rounds,
+    verify_width,
+    confidence_threshold,
+    verify_costs,
     kwargs,
 ) -> Request:
     """Validate a call of `generate` and prepare its processors and criteria, as transformers' `generate` does."""
@@ -178,6 +181,8 @@ def prepare_request(
     processors = [
         make_processors(preparation, *row, logits_processor) for row in zip(configs, prompts, constraints, strict=True)
     ]
+    drawn = bool(config.do_sample) and draft_sampling == "sample"
+    schedule = make_schedule(draft, model, verify_width, confidence_threshold, verify_costs, drawn)
     criteria = preparation._get_stopping_criteria(config, stopping_criteria or StoppingCriteriaList(), tokenizer)
     stops = read_stops(criteria)
     return Request(
@@ -191,7 +196,9 @@ def prepare_request(
         streamer,
         generator,
         draft_sampling,
+        drawn,
         verification,
+        schedule,
         output_rounds and bool(config.return_dict_in_generate),
         inputs,
         past,

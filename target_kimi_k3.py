@@ -53,7 +53,7 @@ class TargetMemory:
     cache: object
     state: TargetState
     slots: Slots
-    checked: bool
+    checked_width: int
 
 
 class VerifiableTarget:
@@ -80,7 +80,8 @@ class VerifiableTarget:
         self.state: TargetState | None = None
         self.slots: Slots | None = None
         self._head_like: torch.Tensor | None = None  # empty, of the dtype and device the target hands to its head
-        self._checked = False
+        # The widest forward, up to 2, of which a replay was compared: one token and many may take different kernels.
+        self._checked_width = 0
 
     @cached_property  # every round asks, and a model looks through its parameters each time
     def device(self) -> torch.device:
@@ -118,13 +119,14 @@ class VerifiableTarget:
         """What the target remembers, for a later `take_up`; this object lets go of it."""
         assert self.state is not None and self.slots is not None, "there was a prefill"
         self.state.close()
-        memory = TargetMemory(self.cache, self.state, self.slots, self._checked)
+        memory = TargetMemory(self.cache, self.state, self.slots, self._checked_width)
         self.cache = self.state = self.slots = None
         return memory
 
     def take_up(self, memory: "TargetMemory") -> None:
         """Go on from what `hand_out` gave."""
-        self.cache, self.state, self.slots, self._checked = memory.cache, memory.state, memory.slots, memory.checked
+        self.cache, self.state, self.slots = memory.cache, memory.state, memory.slots
+        self._checked_width = memory.checked_width
 
     @property
     def lengths(self) -> list[int]:
@@ -143,7 +145,7 @@ class VerifiableTarget:
         output = self._forward(input_ids, 1, lengths, **inputs)
         if self.state is None:
             self.state = TargetState(self.cache, self.backbone.layers, self.config)
-            if self.state.has_unknown_layers and not self._checked:
+            if self.state.has_unknown_layers and not self._checked_width:
                 self._rehearse()
         if any(held != self.slots.count for held in self.state.store.attention_lengths()):
             raise ValueError(
@@ -159,9 +161,9 @@ class VerifiableTarget:
         width = block_ids.shape[1]
         with self.state.recording():
             output = self._forward(block_ids, width)
-        if not self._checked:
+        if self._checked_width < min(width, 2):
             self.state.check_replay(width)
-            self._checked = True
+            self._checked_width = min(width, 2)
         return output
 
     def extend(self, input_ids: torch.Tensor, lengths: list[int]) -> TargetOutput:
@@ -265,13 +267,13 @@ class VerifiableTarget:
         """
         tokens = torch.arange(8, device=self.device)[None] % self.config.vocab_size
         with VerifiableTarget(self.model) as scratch:
-            scratch._checked = True  # no rehearsal of the rehearsal
+            scratch._checked_width = 2  # no rehearsal of the rehearsal
             scratch.prefill(tokens[:, 3:])
             for width in (2, 8):
-                scratch._checked = False
+                scratch._checked_width = 0
                 scratch.verify(tokens[:, :width])
                 scratch.commit([width], width)
-        self._checked = True
+        self._checked_width = 2
 
     def _norm_after(self, tap_id: int) -> nn.Module:
         depth = len(self.backbone.layers)

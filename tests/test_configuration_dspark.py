@@ -260,3 +260,40 @@ def test_another_dflash_config_at_load_takes_the_copies_of_the_old_one_with_it()
     assert DSparkConfig.from_pretrained(ROOT, dflash_config=nested).to_dict()["markov_rank"] == 64
     with pytest.raises(ValueError, match="`markov_rank` is 32, but `dflash_config.markov_rank` is 64"):
         DSparkConfig.from_pretrained(ROOT, dflash_config=nested, markov_rank=32)
+
+
+def test_temperatures_of_the_confidence_survive_saving_and_are_absent_unless_given(tmp_path):
+    temperatures = [1.5, 0.7, 1, 1.0, 2.0, 0.1, 3.0]
+    assert DSparkConfig(**published()).confidence_temperatures is None
+    config = DSparkConfig(**published(confidence_temperatures=temperatures))
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["confidence_temperatures"] == temperatures and "confidence_temperatures" not in saved["dflash_config"]
+    assert DSparkConfig.from_pretrained(tmp_path).confidence_temperatures == temperatures
+    other = DSparkConfig.from_pretrained(tmp_path, confidence_temperatures=None)
+    assert other.confidence_temperatures is None
+    with pytest.raises(ValueError, match="confidence_temperatures"):
+        DSparkConfig.from_pretrained(tmp_path, confidence_temperatures=[1.0])
+
+
+@pytest.mark.parametrize(
+    "temperatures, message",
+    [
+        ([1.0] * 6, "confidence_temperatures.*`block_size` 7"),
+        (2.0, "confidence_temperatures.*2.0"),
+        (["1"] * 7, "confidence_temperatures.*7 numbers"),
+        ([1.0] * 6 + [True], "confidence_temperatures.*7 numbers"),
+        ([1.0] * 6 + [0.0], "confidence_temperatures.*above 0"),
+        ([1.0] * 6 + [-1.0], "confidence_temperatures.*above 0"),
+        ([1.0] * 6 + [float("inf")], "confidence_temperatures.*above 0"),
+        ([1.0] * 6 + [float("nan")], "confidence_temperatures.*above 0"),
+    ],
+)
+def test_wrong_temperatures_are_refused(temperatures, message):
+    with pytest.raises(ValueError, match=message):
+        DSparkConfig(**published(confidence_temperatures=temperatures))
+
+
+def test_temperatures_without_a_confidence_head_are_refused():
+    with pytest.raises(ValueError, match="confidence_temperatures.*no confidence head"):
+        DSparkConfig(**published({"enable_confidence_head": False}, confidence_temperatures=[1.0] * 7))

@@ -19,6 +19,7 @@ ROOT_MODULES = {
     "generation_dspark.py",
     "processors_dspark.py",
     "request_dspark.py",
+    "schedule_dspark.py",
     "target_kimi_k3.py",
     "target_state.py",
 }
@@ -137,6 +138,11 @@ def test_custom_generate_is_the_same_door(odd_copy):
     assert torch.equal(by_door.sequences, plain_greedy(target, prompt, 12)) and by_door.num_target_forwards > 0
     by_keyword = target.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), draft_model=draft, **door)
     assert torch.equal(by_keyword, by_door.sequences)
+    narrow = target.generate(prompt, draft_model=draft, verify_width=1, return_dict_in_generate=True, **door)
+    assert torch.equal(narrow.sequences, by_door.sequences) and narrow.num_target_forwards == 11
+    for name, value in (("verify_width", 9), ("confidence_threshold", 2), ("verify_costs", [1])):
+        with pytest.raises(ValueError, match=name):
+            target.generate(prompt, draft_model=draft, **door, **{name: value})
     with pytest.raises(ValueError, match="draft_model.*Qwen3ForCausalLM"):
         target.generate(prompt, draft_model=target, **door)
     with pytest.raises(ValueError, match="num_beams"):

@@ -1,4 +1,4 @@
-"""Random targets, drafts, batches, stops, turns and interruptions against a plain argmax loop (hypothesis).
+"""Random targets, drafts, batches, widths, stops, turns and interruptions against a plain argmax loop (hypothesis).
 
 2,000 cases; `DSPARK_CASES=20000 python -m pytest tests/test_properties.py` tries more.
 """
@@ -17,6 +17,7 @@ VOCABULARY = 12
 PROMPTS = [[1], [2, 5], [0, 3, 6], [4, 4, 1, 2], [6, 5, 4, 3, 2, 1, 0], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5], [2] * 17]
 PLAIN_LENGTH = 40  # tokens written of each prompt once, which all cases are read off
 LAYERS = {"num_hidden_layers": 3}
+COSTS = st.lists(st.floats(0.1, 10), min_size=8, max_size=8)  # of rounds by width
 KIMI_LAYERS = {"kda_layers": [1, 2], "full_attn_layers": [3]}
 
 
@@ -60,6 +61,18 @@ def cases(draw):
         "budgets": draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)),  # of each turn
         "ends": draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=2)),
         "script": draw(st.none() | st.lists(st.integers(0, 7), min_size=1, max_size=6)),
+        "widths": draw(
+            st.lists(  # of each turn, as the budgets
+                st.fixed_dictionaries({"verify_width": st.integers(1, 8) | st.just("auto")})
+                | st.fixed_dictionaries({"verify_width": st.just("auto"), "verify_costs": COSTS})
+                | st.fixed_dictionaries(
+                    {"confidence_threshold": st.floats(0, 1)}, optional={"verify_width": st.integers(1, 8)}
+                )
+                | st.just({}),
+                min_size=3,
+                max_size=3,
+            )
+        ),
         "chunk": draw(st.none() | st.integers(1, 9)),
         "interrupted": draw(st.none() | st.integers(0, 4)),
         "interruption": draw(st.sampled_from([Interruption, KeyboardInterrupt])),
@@ -107,6 +120,7 @@ def test_any_case_equals_the_plain_loop(kind, case):
             prefill_chunk_size=case["chunk"],
             past_key_values=state,
             return_dict_in_generate=True,
+            **case["widths"][turn],
         )
         expected = [cut(text, length, budget, case["ends"]) for text, length in zip(texts, lengths)]
         longest = max(len(text) - length for text, length in zip(expected, lengths))

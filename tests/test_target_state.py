@@ -355,7 +355,7 @@ def test_a_check_may_be_followed_by_a_rollback_of_the_same_round():
     prompt, block = random_ids(5), random_ids(WIDTH)
     with VerifiableTarget(model) as target:
         target.prefill(prompt)
-        target._checked = False
+        target._checked_width = 0
         target.verify(block)
         target.commit([1], WIDTH)
         assert_same_state(target.cache, fresh_tensors(model, torch.cat([prompt, block[:, :1]], dim=1)))

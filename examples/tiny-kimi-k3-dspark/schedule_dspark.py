@@ -1,0 +1,1 @@
+../../schedule_dspark.py
