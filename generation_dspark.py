@@ -283,7 +283,7 @@ def process_prompts(draft, target: VerifiableTarget, cache, request: Request) ->
 
 def process_new_ids(draft, target: VerifiableTarget, cache, request: Request) -> torch.Tensor:
     """Process what the prompts add to an earlier turn, padded on the right; if it is much, first what all rows have."""
-    widths, logits = [ids.shape[1] for ids in request.new_ids], None
+    widths, logits = [ids.shape[1] for ids in request.new_ids], torch.empty(0)
     new_ids = torch.cat([F.pad(ids, (0, max(widths) - ids.shape[1])) for ids in request.new_ids])
     chunk, common = request.config.prefill_chunk_size, min(widths) if max(widths) > ROLLED_BACK_AT_ONCE else 0
     pieces = new_ids[:, :common].split(chunk, dim=1)
@@ -292,7 +292,7 @@ def process_new_ids(draft, target: VerifiableTarget, cache, request: Request) ->
         piece_widths = [min(width, piece.shape[1]) for width in widths]
         output = target.extend(piece, piece_widths)
         add_context(draft, cache, output.features, piece_widths)
-        logits = output.logits if logits is None else keep_ended(output.logits, logits, piece_widths)
+        logits = keep_ended(output.logits, logits, piece_widths)
         widths = [width - processed for width, processed in zip(widths, piece_widths)]
         del output  # as above
     return logits
@@ -300,6 +300,8 @@ def process_new_ids(draft, target: VerifiableTarget, cache, request: Request) ->
 
 def keep_ended(logits: torch.Tensor, before: torch.Tensor, widths: list[int]) -> torch.Tensor:
     """`logits` `[B, 1, V]` of the rows with something in this piece, those from `before` of the rows without."""
+    if min(widths) > 0:
+        return logits
     has_ended = torch.tensor([width == 0 for width in widths], device=logits.device)
     return torch.where(has_ended[:, None, None], before, logits)
 

@@ -248,11 +248,11 @@ def images_end(model: nn.Module, input_ids: torch.Tensor) -> int:
     """The tokens of a prompt `[1, P]` up to its last placeholder of an image; all of them if it is not known which they
     are."""
     placeholder = getattr(model.config, "media_placeholder_token_id", None)
-    places = (input_ids[0] == placeholder).nonzero() if placeholder is not None else ()
-    return int(places[-1]) + 1 if len(places) else input_ids.shape[1]
+    places = [place for place, token_id in enumerate(input_ids[0].tolist()) if token_id == placeholder]
+    return places[-1] + 1 if places else input_ids.shape[1]
 
 
-def check_positions(draft: nn.Module, length: int, max_length: float) -> None:
+def check_positions(draft, length: int, max_length: float) -> None:
     """ValueError for a prompt of `length` positions, or a text of up to `max_length`, that the draft has no positions
     for."""
     maximum = draft.config.max_position_embeddings

@@ -51,7 +51,7 @@ def test_pieces_leave_the_state_of_one_piece(kind, chunk):
     expected = state_of(whole)
     assert state_of(pieces).keys() == expected.keys()
     for name, tensor in state_of(pieces).items():
-        torch.testing.assert_close(tensor, expected[name], atol=2e-4, rtol=1e-4, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(tensor, expected[name], atol=2e-4, rtol=1e-4, msg=f"{name} differs")
 
 
 def test_pieces_are_16384_tokens_unless_a_configuration_says_otherwise(monkeypatch):
