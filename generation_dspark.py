@@ -29,8 +29,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .processors_dspark import BlockTexts
-from .request_dspark import DSparkState, Request, check_given, check_pair, prepare_request
+from .request_dspark import DSparkState, Request, check_given, check_pair, check_positions, prepare_request
 from .target_kimi_k3 import VerifiableTarget, reserved
+
+# To take padding out of a recurrent state again, the inputs of the recurrence are kept for all tokens of a forward: for
+# Kimi K3 in bfloat16, 3 GB of so many tokens.
+ROLLED_BACK_AT_ONCE = 256
 
 
 @dataclass
@@ -175,7 +179,8 @@ def generate(
             "auto", the first rounds go through all widths and are measured, once for draft, target and batch size in a
             process. Then the clock has a say in the widths, and a seed does not repeat a sampled text.
         kwargs: fields of `GenerationConfig`, `attention_mask`, `pixel_values` and `grid_thws` of an image prompt, and
-            `past_key_values` (or `cache`) of an earlier output, to process only what `input_ids` adds to that text.
+            `past_key_values` (or `cache`) of an earlier output, to process only what `input_ids` adds to that text. A
+            prompt is processed in pieces of `prefill_chunk_size` tokens, 16384 if unset; the first holds all images.
 
     Returns:
         `[B, prompt + new]` int64, or a `DSparkGenerateOutput` with `return_dict_in_generate=True`.
@@ -264,36 +269,58 @@ def decode(draft, target: VerifiableTarget, cache, request: Request) -> list[Tra
 
 
 def prefill(draft, target: VerifiableTarget, cache, request: Request) -> torch.Tensor:
-    """Process what is not held yet of the prompts, in pieces if `prefill_chunk_size` says so; returns the logits of
-    their last tokens, `[B, 1, V]`."""
+    """Process what is not held yet of the prompts, in pieces of `prefill_chunk_size`, of which nothing is kept but what
+    target and draft remember; returns the logits of the last tokens, `[B, 1, V]`."""
+    # At once: growing piece by piece would copy, and end with up to half as much again as is needed.
+    end = min(max(request.max_lengths), 1.5 * max(request.lengths))
+    cache.reserve(int(end) - cache.length + draft.config.block_size)
     process = process_prompts if request.past is None else process_new_ids
-    return process(draft, target, cache, request).to(request.input_ids.device, torch.float32)
+    logits = process(draft, target, cache, request)
+    if request.inputs:  # how many positions an image takes is known only now
+        images = cache.lengths[0] - request.lengths[0]
+        check_positions(draft, cache.lengths[0], request.max_lengths[0] + images)
+    return logits.to(request.input_ids.device, torch.float32)
 
 
 def process_prompts(draft, target: VerifiableTarget, cache, request: Request) -> torch.Tensor:
     """Process the prompts, padded on the left."""
-    width, end = request.input_ids.shape[1], 0
-    while end < width:
-        start, end = end, min(width, end + (request.config.prefill_chunk_size or width))
-        if start == 0:  # padding must be in the first piece: recurrent layers know of none later
-            end = max(end, width - min(request.lengths) + 1)
+    width, chunk, inputs = request.input_ids.shape[1], request.config.prefill_chunk_size, request.inputs
+    # Padding and images must be in the first piece: recurrent layers know of no padding later, and images come once.
+    start, end = 0, min(width, max(chunk, request.first_piece))
+    while start < width:
         lengths = [min(length - width + end, end - start) for length in request.lengths]
-        output = target.prefill(request.input_ids[:, start:end], lengths, **request.inputs)
+        output = target.prefill(request.input_ids[:, start:end], lengths, **inputs)
         widths = [held - known for held, known in zip(target.lengths, cache.lengths)]
         add_context(draft, cache, without_padding(output.features, widths), widths)
-    return output.logits
+        logits = output.logits
+        del output  # the features, before the next piece makes its own
+        start, end, inputs = end, min(width, end + chunk), {}
+    return logits
 
 
 def process_new_ids(draft, target: VerifiableTarget, cache, request: Request) -> torch.Tensor:
-    """Process what the prompts add to an earlier turn, padded on the right, and then in one piece."""
-    widths = [ids.shape[1] for ids in request.new_ids]
+    """Process what the prompts add to an earlier turn, padded on the right; if it is much, first what all rows have."""
+    widths, logits = [ids.shape[1] for ids in request.new_ids], torch.empty(0)
     new_ids = torch.cat([F.pad(ids, (0, max(widths) - ids.shape[1])) for ids in request.new_ids])
-    chunk = request.config.prefill_chunk_size if min(widths) == max(widths) else None
-    for piece in new_ids.split(chunk or max(widths), dim=1):
+    chunk, common = request.config.prefill_chunk_size, min(widths) if max(widths) > ROLLED_BACK_AT_ONCE else 0
+    pieces = new_ids[:, :common].split(chunk, dim=1)
+    pieces += new_ids[:, common:].split(min(chunk, ROLLED_BACK_AT_ONCE), dim=1)
+    for piece in (piece for piece in pieces if piece.numel()):
         piece_widths = [min(width, piece.shape[1]) for width in widths]
         output = target.extend(piece, piece_widths)
         add_context(draft, cache, output.features, piece_widths)
-    return output.logits
+        logits = keep_ended(output.logits, logits, piece_widths)
+        widths = [width - processed for width, processed in zip(widths, piece_widths)]
+        del output  # as above
+    return logits
+
+
+def keep_ended(logits: torch.Tensor, before: torch.Tensor, widths: list[int]) -> torch.Tensor:
+    """`logits` `[B, 1, V]` of the rows with something in this piece, those from `before` of the rows without."""
+    if min(widths) > 0:
+        return logits
+    has_ended = torch.tensor([width == 0 for width in widths], device=logits.device)
+    return torch.where(has_ended[:, None, None], before, logits)
 
 
 def without_padding(features: torch.Tensor, widths: list[int]) -> torch.Tensor:

@@ -234,6 +234,10 @@ class VanillaMarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
 
+    def forward(self, base_logits: torch.Tensor, hidden: torch.Tensor, anchor_ids: torch.Tensor) -> tuple:
+        """`draw_left_to_right` with this head and nothing else, which can be compiled whole."""
+        return draw_left_to_right(self, base_logits, hidden, anchor_ids)
+
     def step(self, prev_ids: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None):
         """One step from left to right.
 
@@ -390,8 +394,9 @@ class DSparkDraftModel(PreTrainedModel):
             widths: how many of the C positions count, from the first on, a number for each row; all of them if None.
 
         Raises:
-            ValueError: shapes that do not fit the draft, the cache or each other; positions that leave a gap or overlap
-                (checked on the CPU only: elsewhere looking at values would stall the device in every round).
+            ValueError: shapes that do not fit the draft, the cache or each other; more context than the draft has
+                positions; positions that leave a gap or overlap (checked on the CPU only: elsewhere looking at values
+                would stall the device in every round).
         """
         widths = [features.shape[1]] * features.shape[0] if widths is None else widths
         self._check_context(features, position_ids, cache, widths)
@@ -410,13 +415,12 @@ class DSparkDraftModel(PreTrainedModel):
         Args:
             embeds: `[B, K, H]` the target's embeddings of anchor and masks, in the draft's dtype.
             position_ids: `[B, K]`.
-            cache: the context; its contents stay as they are.
+            cache: the context, with room for the block behind it; its contents stay as they are.
 
         Returns:
             `[B, K, H]` normed hidden states, ready for the target's head.
         """
         rotary = self.rotary_emb(embeds, position_ids)
-        cache.reserve(embeds.shape[1])
         hidden, mask = embeds, cache.mask(embeds.shape[1])
         for layer in self.layers:
             hidden = layer(hidden, rotary, cache, mask)
@@ -452,9 +456,11 @@ class DSparkDraftModel(PreTrainedModel):
         hidden = self._block_hidden(anchor_ids, cache, target)
         base_logits = target.head(hidden).to(self.device, torch.float32)
         check_lent("output head", base_logits, "vocab_size", self.config.vocab_size)
-        tokens, logits, scores = self._draw_left_to_right(
-            base_logits, hidden, anchor_ids, process, do_sample, generator
-        )
+        if self.markov_head is None or process or do_sample:
+            drawn = draw_left_to_right(self.markov_head, base_logits, hidden, anchor_ids, process, do_sample, generator)
+        else:
+            drawn = self.markov_head(base_logits, hidden, anchor_ids)
+        tokens, logits, scores = drawn
         confidence = self.confidence_logits(hidden, torch.cat([anchor_ids[:, None], tokens[:, :-1]], dim=1))
         return DraftBlock(tokens, logits, scores, hidden, confidence)
 
@@ -469,6 +475,16 @@ class DSparkDraftModel(PreTrainedModel):
             hidden = torch.cat([hidden, self.markov_head.markov_w1(prev_ids)], dim=-1)
         return self.confidence_head(hidden)
 
+    def compile(self, *args, **kwargs) -> None:
+        """Compile what every round runs, with the arguments of `torch.compile`; `dynamic=True` suits every length.
+
+        Override: the inherited method compiles the pass of the layers. The greedy drawing of tokens is small operations
+        too, seven times over; with processors or sampling it stays as it is.
+        """
+        super().compile(*args, **kwargs)
+        if self.markov_head is not None:
+            self.markov_head.compile(*args, **kwargs)
+
     def generate(self, input_ids: torch.Tensor | None = None, target: nn.Module | None = None, **kwargs):
         """Generate with `target`, token for token what it generates alone: see `generate` in `generation_dspark`."""
         return generate(self, input_ids, target, **kwargs)
@@ -478,36 +494,13 @@ class DSparkDraftModel(PreTrainedModel):
         embeds = target.embed(torch.cat([anchor_ids[:, None], masks], dim=1)).to(self.device, self.dtype)
         check_lent("input embedding", embeds, "hidden_size", self.config.hidden_size)
         position_ids = cache.next_position[:, None] + torch.arange(self.config.block_size, device=self.device)
+        cache.reserve(self.config.block_size)  # here and not in the pass, where it would be compiled
         return self(embeds, position_ids, cache)
-
-    def _draw_left_to_right(
-        self,
-        base_logits: torch.Tensor,
-        hidden: torch.Tensor,
-        anchor_ids: torch.Tensor,
-        process: Callable | None,
-        do_sample: bool,
-        generator: torch.Generator | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draw the K tokens one by one from the head's float32 logits `[B, K, V]`; return tokens, logits and scores."""
-        drafted: list[torch.Tensor] = []
-        rows, state = [], None
-        for k in range(self.config.block_size):
-            logits = base_logits[:, k]
-            if self.markov_head is not None:
-                previous = drafted[-1] if drafted else anchor_ids
-                bias, state = self.markov_head.step(previous, hidden[:, k], state)
-                logits = logits + bias.float()
-            scores = process(drafted, logits) if process else logits
-            drafted.append(pick_token(scores, do_sample, generator))
-            rows.append((logits, scores))
-        logits, scores = (torch.stack(column, dim=1) for column in zip(*rows))
-        return torch.stack(drafted, dim=1), logits, scores
 
     def _check_context(
         self, features: torch.Tensor, position_ids: torch.Tensor, cache: DSparkCache, widths: list[int]
     ) -> None:
-        width = self.fc.in_features
+        width = len(self.config.target_layer_ids) * self.config.hidden_size
         if features.ndim != 3 or features.shape[2] != width or features.shape[1] == 0:
             raise ValueError(
                 f"features have shape {list(features.shape)}, expected [batch, positions, {width}] with at least one "
@@ -527,6 +520,12 @@ class DSparkDraftModel(PreTrainedModel):
                 f"widths are {widths}, expected {cache.batch_size} numbers from 0 to {features.shape[1]}: how many of "
                 "the positions count, for each row in the cache."
             )
+        maximum, longest = self.config.max_position_embeddings, max(map(sum, zip(cache.lengths, widths)))
+        if longest > maximum:
+            raise ValueError(
+                f"The context would grow from {cache.length} to {longest} positions, and the draft has {maximum} "
+                "(`max_position_embeddings`). End the text there."
+            )
         if position_ids.device.type == cache.next_position.device.type == "cpu":
             expected = cache.next_position[:, None] + torch.arange(position_ids.shape[1])
             if not torch.equal(position_ids.long(), expected):
@@ -541,6 +540,31 @@ def rotate(inputs: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> t
     """Rotate `[B, heads, N, head_dim]` by the cosines and sines `[B, N, head_dim]` of its positions."""
     cos, sin = (table[:, None] for table in rotary)
     return inputs * cos + rotate_half(inputs) * sin
+
+
+def draw_left_to_right(
+    markov_head: VanillaMarkovHead | None,
+    base_logits: torch.Tensor,
+    hidden: torch.Tensor,
+    anchor_ids: torch.Tensor,
+    process: Callable | None = None,
+    do_sample: bool = False,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw the K tokens one by one from the target head's float32 logits `[B, K, V]` of the rows `[B, K, H]`; return
+    tokens `[B, K]`, logits and scores `[B, K, V]`. The other arguments are those of `draft_block`."""
+    drafted: list[torch.Tensor] = []
+    rows, state = [], None
+    for k in range(base_logits.shape[1]):
+        logits = base_logits[:, k]
+        if markov_head is not None:
+            bias, state = markov_head.step(drafted[-1] if drafted else anchor_ids, hidden[:, k], state)
+            logits = logits + bias.float()
+        scores = process(drafted, logits) if process else logits
+        drafted.append(pick_token(scores, do_sample, generator))
+        rows.append((logits, scores))
+    logits, scores = (torch.stack(column, dim=1) for column in zip(*rows))
+    return torch.stack(drafted, dim=1), logits, scores
 
 
 def pick_token(scores: torch.Tensor, do_sample: bool, generator: torch.Generator | None = None) -> torch.Tensor:

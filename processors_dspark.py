@@ -96,9 +96,13 @@ class BlockTexts:
                 None if text is None else torch.cat([text, text.new_empty(1, block_size)], dim=1) for text in texts
             ]
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to ask: without processors, scores are logits."""
+        return bool(self.processors)
+
     def __call__(self, drafted: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
         """Scores `[B, V]` of the draft's next place from its logits, given what it drafted before, `[B]` a place."""
-        if not self.processors:
+        if not self:
             return logits
         place = len(drafted)
         if drafted and not self.processors.are_text_blind:
@@ -109,7 +113,7 @@ class BlockTexts:
 
     def process(self, logits: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
         """Scores `[B, K + 1, V]` of every place from the target's logits there, given the draft tokens `[B, K]`."""
-        if not self.processors:
+        if not self:
             return logits
         logits = logits.clone()  # as above
         if self.processors.are_text_blind:

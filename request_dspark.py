@@ -39,6 +39,9 @@ INERT_FIELDS = frozenset({"transformers_version", "disable_compile", "decoder_st
 NEUTRAL_VALUES = {"guidance_scale": 1}
 # Arguments of the target's forward that a prompt may bring along: images of the multimodal Kimi K3.
 PROMPT_INPUTS = ("pixel_values", "grid_thws")
+# Tokens of a prompt that are processed at once unless `prefill_chunk_size` says otherwise; served with SGLang, Kimi K3
+# takes as many. Their features are 1.2 GB in bfloat16.
+PREFILL_CHUNK_SIZE = 16384
 
 
 @dataclass
@@ -89,7 +92,8 @@ class Request:
         max_lengths: of each row's text, without padding.
         draws_drafts: whether draft tokens are drawn from the draft's law, and not its argmax.
         schedule: chooses how many of them each round verifies.
-        inputs: go to the target's forward at prefill.
+        inputs: go to the target's forward with the first piece of the prompt.
+        first_piece: the tokens of the prompt, padding included, that the first piece holds at least.
         past: holds the beginning of each prompt already, or None.
     """
 
@@ -108,6 +112,7 @@ class Request:
     schedule: FixedWidth | ThresholdWidth | AutoWidth
     output_rounds: bool
     inputs: dict[str, torch.Tensor]
+    first_piece: int
     past: DSparkState | None
 
     @property
@@ -164,6 +169,7 @@ def prepare_request(
     config, inputs = preparation._prepare_generation_config(generation_config, **kwargs)
     refuse_unsupported_fields(preparation, config)
     check_fields(config, target.config.vocab_size)
+    config.prefill_chunk_size = config.prefill_chunk_size or PREFILL_CHUNK_SIZE
     past = pop_past(inputs)
     preparation._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=target.device)
     lengths, inputs = check_inputs(target, input_ids, preparation, config, inputs)
@@ -175,6 +181,7 @@ def prepare_request(
     paddings = [input_ids.shape[1] - length for length in lengths]
     prompts = [row[None, padding:] for row, padding in zip(input_ids, paddings)]
     refuse_for_batches(len(prompts), config, streamer, inputs)
+    first_piece = max(max(paddings) + 1, images_end(model, input_ids) if inputs else 0)
     check_past(past, draft, model, prompts, inputs)
     configs = [config_of_row(config, padding) for padding in paddings]
     constraints = [allow_for_row(prefix_allowed_tokens_fn, row // copies) for row in range(len(prompts))]
@@ -185,11 +192,13 @@ def prepare_request(
     schedule = make_schedule(draft, model, verify_width, confidence_threshold, verify_costs, drawn)
     criteria = preparation._get_stopping_criteria(config, stopping_criteria or StoppingCriteriaList(), tokenizer)
     stops = read_stops(criteria)
+    max_lengths = [stops.max_length - padding for padding in paddings]
+    check_positions(draft, max(lengths), max(max_lengths))
     return Request(
         input_ids,
         lengths,
         prompts,
-        [stops.max_length - padding for padding in paddings],
+        max_lengths,
         config,
         RowProcessors(processors, lengths, configs),
         stops,
@@ -201,6 +210,7 @@ def prepare_request(
         schedule,
         output_rounds and bool(config.return_dict_in_generate),
         inputs,
+        first_piece,
         past,
     )
 
@@ -239,6 +249,30 @@ def make_processors(
         device=preparation.device,
         model_kwargs={},
     )
+
+
+def images_end(model: nn.Module, input_ids: torch.Tensor) -> int:
+    """The tokens of a prompt `[1, P]` up to its last placeholder of an image; all of them if it is not known which they
+    are."""
+    placeholder = getattr(model.config, "media_placeholder_token_id", None)
+    places = [place for place, token_id in enumerate(input_ids[0].tolist()) if token_id == placeholder]
+    return places[-1] + 1 if places else input_ids.shape[1]
+
+
+def check_positions(draft, length: int, max_length: float) -> None:
+    """ValueError for a prompt of `length` positions, or a text of up to `max_length`, that the draft has no positions
+    for."""
+    maximum = draft.config.max_position_embeddings
+    if length >= maximum:
+        raise ValueError(
+            f"The prompt takes {length} positions, and the draft has {maximum} (`max_position_embeddings`), which "
+            "leaves none for new text. Shorten the prompt."
+        )
+    if max_length > maximum:
+        raise ValueError(
+            f"The text may grow to {max_length} positions, and the draft has {maximum} (`max_position_embeddings`), of "
+            f"which the prompt takes {length}. Pass `max_new_tokens` of {maximum - length} at most."
+        )
 
 
 def pop_past(inputs: dict) -> DSparkState | None:
@@ -510,11 +544,6 @@ def check_inputs(
         raise ValueError(
             f"`{', '.join(inputs)}` is given with a padded prompt (`attention_mask` hides "
             f"{input_ids.shape[1] - min(lengths)} places). Pass the prompt unpadded."
-        )
-    if inputs and config.prefill_chunk_size:
-        raise ValueError(
-            f"`prefill_chunk_size` is {config.prefill_chunk_size}, but a prompt with {', '.join(inputs)} is prefilled "
-            "in one piece. Remove `prefill_chunk_size`."
         )
     return lengths, {name: value.to(target.device) for name, value in inputs.items()}
 

@@ -169,7 +169,8 @@ class VerifiableTarget:
     def extend(self, input_ids: torch.Tensor, lengths: list[int]) -> TargetOutput:
         """Process more text behind what is held, `[B, P]`, of which row i has `lengths[i]` tokens and then padding.
 
-        Returns the logits of each row's last token, `[B, 1, V]`, and the features of all P.
+        Returns the logits of each row's last token, `[B, 1, V]` (of no use for a row without one), and the features of
+        all P.
         """
         width = input_ids.shape[1]
         if min(lengths) == width:
@@ -177,7 +178,7 @@ class VerifiableTarget:
         # Recurrent layers know of no padding behind a text: it is taken out of the state again, as rejected drafts are.
         output = self.verify(input_ids)
         self.commit(lengths, width)
-        last = torch.tensor(lengths, device=output.logits.device) - 1
+        last = (torch.tensor(lengths, device=output.logits.device) - 1).clamp(min=0)
         return TargetOutput(
             output.logits.gather(1, last[:, None, None].expand(-1, 1, output.logits.shape[2])), output.features
         )

@@ -731,11 +731,6 @@ def test_bad_arguments_are_refused_by_name(message, arguments):
     refused(message, **arguments)
 
 
-def test_images_are_prefilled_in_one_piece():
-    images = {"pixel_values": torch.ones(4, 3, 14, 14), "grid_thws": torch.tensor([[1, 2, 2]])}
-    refused("prefill_chunk_size.*pixel_values", target=make_target("wrapper"), prefill_chunk_size=2, **images)
-
-
 def test_image_arguments_come_together():
     wrapper = make_target("wrapper")
     refused("grid_thws.*without.*pixel_values", target=wrapper, grid_thws=torch.tensor([[1, 2, 2]]))

@@ -159,12 +159,13 @@ def test_fresh_weights_follow_the_initializer_range():
 # ---- agreement with the trainer's model
 
 
-def oracle_for(draft):
-    """The trainer's model with the same weights, on a plain Qwen3 configuration."""
+def oracle_for(draft, **changes):
+    """The trainer's model with the same weights, on a plain Qwen3 configuration: `SMALL` with `changes`."""
     oracle_class = pytest.importorskip(
         "specforge.modeling.draft.dspark", reason="needs the test extra: pip install --no-deps specforge==0.2.0"
     ).DSparkDraftModel
-    fields = {name: value for name, value in SMALL.items() if name not in ("block_size", "num_target_layers")}
+    fields = {**SMALL, **changes}
+    fields = {name: value for name, value in fields.items() if name not in ("block_size", "num_target_layers")}
     config = Qwen3Config(**fields, rope_theta=1e4, rope_scaling=dict(YARN))
     config.block_size, config.num_target_layers = draft.config.block_size, draft.config.num_target_layers
     config.dflash_config = dict(draft.config.dflash_config)
@@ -192,6 +193,26 @@ def test_backbone_agrees_with_the_trainer(start, pieces):
         target_hidden=features,
     )
     assert close(block.hidden, hidden)
+
+
+@torch.no_grad()
+def test_a_context_of_a_million_tokens_agrees_with_the_trainer():
+    """All of it: the last block ends at the last position there is."""
+    narrow = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    draft = small_draft({"target_layer_ids": [1], "markov_rank": 4}, **narrow)
+    lender, length = Lender(hidden_size=16), LAST_POSITION + 1 - 7
+    features = torch.randn(1, length, 16, generator=torch.Generator().manual_seed(5))
+    chunks = [16384] * (length // 16384) + [length % 16384]
+    block = draft.draft_block(torch.tensor([5]), written(draft, features, chunks), lender)
+    hidden = oracle_for(draft, **narrow)(
+        position_ids=torch.arange(length + 7)[None],
+        noise_embedding=lender.table[torch.tensor([[5] + [39] * 6])],
+        target_hidden=features,
+    )
+    assert close(block.hidden, hidden)
+    # The whole context counts: without its older half the block is another one.
+    half = written(draft, features[:, length // 2 :], start=length // 2)
+    assert not close(draft.draft_block(torch.tensor([5]), half, lender).hidden, hidden, 1e-3)
 
 
 @torch.no_grad()
