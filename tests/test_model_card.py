@@ -104,11 +104,14 @@ SMALL = {
     '"RadixArk/Kimi-K3-DSpark"': repr(str(ROOT)),
     '"moonshotai/Kimi-K3"': repr(str(TINY_TARGET)),
     'device_map="cuda:0"': 'device_map="cpu"',
+    '{"": "cuda:0"}': '{"": "cpu"}',
+    '{0: "180GiB"}': '{"cpu": "8GiB"}',
 }
 
 
 def small(code: str) -> str:
     """The code for a laptop: the small pair, and a few tokens."""
+    code = code.replace("from_pretrained(\n    ", "from_pretrained(")
     for published, here in SMALL.items():
         code = code.replace(published, here)
     return re.sub(r"max_new_tokens=\d+", "max_new_tokens=12", code)
