@@ -403,7 +403,7 @@ class DSparkDraftModel(PreTrainedModel):
         position_ids = position_ids.to(self.device)
         context = self.hidden_norm(self.fc(features.to(self.device, self.dtype)))
         rotary = self.rotary_emb(context, position_ids)
-        cache.reserve(features.shape[1])
+        cache.reserve(features.shape[1] + self.config.block_size)  # and for the block that comes next
         for index, layer in enumerate(self.layers):
             cache.place(index, *layer.self_attn.keys_and_values(context, rotary))  # type: ignore[operator]
         cache.keep(widths, position_ids[:, 0])

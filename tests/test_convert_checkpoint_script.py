@@ -241,7 +241,7 @@ def test_memory_stays_under_twice_the_largest_tensor(tmp_path):
     fields = json.loads((TINY_DRAFT / "config.json").read_text())
     rows, rank = 2**17, 256
     fields |= {"vocab_size": rows, "dtype": "bfloat16", "hidden_size": 2048, "intermediate_size": 2**14}
-    fields |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    fields |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "markov_rank": rank}
     fields["dflash_config"] |= {"markov_rank": rank}
     config = build_config(fields)
     tensors = expected_tensors(config)

@@ -28,12 +28,13 @@ def test_every_figure_of_the_readme_is_made(tmp_path, capsys):
     assert all(len({*imread(path).ravel().tolist()}) > 10 for path in out.glob("*.png"))  # none is blank
     assert len(json.loads(figures.read_text("utf-8"))["questions"]) == 2
     assert [line for line in capsys.readouterr().out.splitlines() if line.endswith(".png")] == [
-        str(out / name) for name in (*script.EVALUATED, script.CURVES)
+        str(out / name) for name in (*script.EVALUATED, script.MEMORY, script.CURVES)
     ]
 
 
 def test_without_a_log_the_training_curves_stay(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "draw_evaluation", lambda arguments: None)
+    for name in ("draw_evaluation", "draw_memory"):
+        monkeypatch.setattr(script, name, lambda arguments: None)
     script.main(["--out", str(tmp_path)])
     assert not (tmp_path / script.CURVES).exists() and script.CURVES not in capsys.readouterr().out
 
