@@ -281,6 +281,24 @@ def test_no_round_of_a_compiled_draft_compiles_again(head):
     assert len(graphs) == 2
 
 
+def test_the_block_pass_has_one_shape_and_its_buffers_one_place(monkeypatch):
+    """What a captured graph needs: in all rounds of a call nothing changes but how much of the buffers is context."""
+    target, prompt, seen = make_target("text"), random_ids(9), []
+    draft = make_draft(target)
+    forward = type(draft).forward
+
+    def watched(self, embeds, position_ids, cache):
+        hidden = forward(self, embeds, position_ids, cache)
+        tensors = (embeds, position_ids, hidden)
+        seen.append([tensor.shape for tensor in tensors] + [t.data_ptr() for t in (*cache.keys, *cache.values)])
+        return hidden
+
+    monkeypatch.setattr(type(draft), "forward", watched)
+    output = draft.generate(prompt, target=target, max_new_tokens=4, **DICT)
+    assert len(seen) == output.num_target_forwards > 1
+    assert all(round == seen[0] for round in seen)
+
+
 def test_a_compiled_draft_samples_and_heeds_processors():
     target, prompt = make_target("text"), random_ids(6)
     draft = make_draft(target)
