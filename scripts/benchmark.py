@@ -51,13 +51,21 @@ LOOKUP_TOKENS = 10  # what transformers' documentation suggests for prompt looku
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return parse_timing_arguments(__doc__, "take the first so many prompts", limit=10)
+
+
+def parse_timing_arguments(
+    description: str, limit_help: str, limit: int, most: int = 1, fewest: int = 0
+) -> argparse.Namespace:
+    """The arguments of a script that times a pair on prompts, with `texts`: the first `most` x `--limit` of them, and
+    no fewer than `fewest` x `--limit`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=TINY_TARGET, help="folder or Hub id (default: the tiny Kimi K3)")
     parser.add_argument("--draft", help="DSpark draft, a folder or a Hub id (default: the one in examples/)")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", default=HELD_OUT_PROMPTS, help="JSONL file whose lines hold `turns`"
     )
-    parser.add_argument("--limit", type=int, default=10, help="take the first so many prompts (default: 10)")
+    parser.add_argument("--limit", type=int, default=limit, help=f"{limit_help} (default: {limit})")
     parser.add_argument("--repeats", type=int, default=5, help="how often everything is measured (default: 5)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to write at most (default: 128)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file too")
@@ -70,11 +78,13 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
         parser.error(f"--json is {arguments.json}, expected a file in a folder that exists")
     try:
-        arguments.texts = [question["turns"][0] for question in read_prompts(arguments.prompts)][: arguments.limit]
+        texts = [question["turns"][0] for question in read_prompts(arguments.prompts)]
     except (OSError, ValueError) as error:
         parser.error(f"--prompts: {error}")
-    if not arguments.texts:
-        parser.error(f"--prompts {arguments.prompts} holds no question, expected at least one line")
+    needed = max(1, fewest * arguments.limit)
+    if len(texts) < needed:
+        parser.error(f"--prompts {arguments.prompts} holds {len(texts)} questions, expected {needed} or more")
+    arguments.texts = texts[: most * arguments.limit]
     return arguments
 
 

@@ -18,18 +18,13 @@ import json
 import statistics
 import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
-from benchmark import describe, machine, now, spread
+from benchmark import describe, machine, now, parse_timing_arguments, spread
 from common import (
-    HELD_OUT_PROMPTS,
-    TINY_TARGET,
     encode_prompt,
-    is_tiny,
     load_draft,
     load_target,
-    read_prompts,
     root_module,
 )
 from evaluate import acceptance_length, derived_seed, table
@@ -39,39 +34,8 @@ KINDS = {"easy": {"do_sample": False}, "hard": {"do_sample": True, "temperature"
 AUTO = "auto"
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=TINY_TARGET, help="folder or Hub id (default: the tiny Kimi K3)")
-    parser.add_argument("--draft", help="DSpark draft, a folder or a Hub id (default: the one in examples/)")
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", default=HELD_OUT_PROMPTS, help="JSONL file whose lines hold `turns`"
-    )
-    parser.add_argument("--limit", type=int, default=6, help="prompts of each kind (default: 6)")
-    parser.add_argument("--repeats", type=int, default=5, help="how often everything is measured (default: 5)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to write at most (default: 128)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file too")
-    arguments = parser.parse_args()
-    for name, least in (("limit", 1), ("repeats", 1), ("max_new_tokens", 16)):
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(arguments, name)}, expected at least {least}")
-    if not is_tiny(arguments.target) and arguments.draft is None:
-        parser.error("--target is given without --draft: a draft belongs to its target, name both")
-    if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.parent.is_dir()):
-        parser.error(f"--json is {arguments.json}, expected a file in a folder that exists")
-    try:
-        arguments.texts = [question["turns"][0] for question in read_prompts(arguments.prompts)][: 3 * arguments.limit]
-    except (OSError, ValueError) as error:
-        parser.error(f"--prompts: {error}")
-    if len(arguments.texts) < 2 * arguments.limit:
-        parser.error(
-            f"--prompts {arguments.prompts} holds {len(arguments.texts)} questions, expected {2 * arguments.limit}: "
-            "--limit easy and as many hard ones"
-        )
-    return arguments
-
-
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = parse_timing_arguments(__doc__, "prompts of each kind", limit=6, most=3, fewest=2)
     target, tokenizer = load_target(arguments.target)
     draft = load_draft(arguments.draft, target)
     if draft.confidence_head is None:

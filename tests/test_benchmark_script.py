@@ -189,7 +189,7 @@ def test_the_whole_script(tmp_path, monkeypatch, capsys):
         (("--max-new-tokens", "15"), "--max-new-tokens is 15, expected at least 16"),
         (("--target", "elsewhere"), "--target is given without --draft"),
         (("--prompts", "/nowhere.jsonl"), "--prompts: [Errno 2]"),
-        (("--prompts", "/dev/null"), "--prompts /dev/null holds no question"),
+        (("--prompts", "/dev/null"), "--prompts /dev/null holds 0 questions"),
         (("--json", "/nowhere/out.json"), "--json is /nowhere/out.json"),
     ],
 )
