@@ -449,10 +449,10 @@ def accept(
         return choose_tokens(target_scores, request)
     if not request.config.do_sample:
         return accept_greedy(target_scores, draft_tokens)
-    if request.draft_sampling == "greedy":
-        draft_probs = F.one_hot(draft_tokens, draft_scores.shape[-1]).to(target_scores.dtype)
-    else:
+    if request.draws_drafts:
         draft_probs = draft_scores.to(target_scores.device).softmax(dim=-1)
+    else:
+        draft_probs = F.one_hot(draft_tokens, draft_scores.shape[-1]).to(target_scores.dtype)
     rule = accept_sampled_block if request.verification == "block" else accept_sampled
     return rule(target_scores.softmax(dim=-1), draft_tokens, draft_probs, request.generator)
 

@@ -106,7 +106,6 @@ class Request:
     stops: Stops
     streamer: BaseStreamer | None
     generator: torch.Generator | None
-    draft_sampling: str
     draws_drafts: bool
     verification: str
     schedule: FixedWidth | ThresholdWidth | AutoWidth
@@ -183,11 +182,6 @@ def prepare_request(
     refuse_for_batches(len(prompts), config, streamer, inputs)
     first_piece = max(max(paddings) + 1, images_end(model, input_ids) if inputs else 0)
     check_past(past, draft, model, prompts, inputs)
-    configs = [config_of_row(config, padding) for padding in paddings]
-    constraints = [allow_for_row(prefix_allowed_tokens_fn, row // copies) for row in range(len(prompts))]
-    processors = [
-        make_processors(preparation, *row, logits_processor) for row in zip(configs, prompts, constraints, strict=True)
-    ]
     drawn = bool(config.do_sample) and draft_sampling == "sample"
     schedule = make_schedule(draft, model, verify_width, confidence_threshold, verify_costs, drawn)
     criteria = preparation._get_stopping_criteria(config, stopping_criteria or StoppingCriteriaList(), tokenizer)
@@ -200,11 +194,10 @@ def prepare_request(
         prompts,
         max_lengths,
         config,
-        RowProcessors(processors, lengths, configs),
+        make_row_processors(preparation, config, prompts, paddings, prefix_allowed_tokens_fn, logits_processor),
         stops,
         streamer,
         generator,
-        draft_sampling,
         drawn,
         verification,
         schedule,
@@ -234,6 +227,24 @@ def with_lengths(
     )
     preparation._validate_generated_length(config, length, is_default["max_length"])
     return config
+
+
+def make_row_processors(
+    preparation: _Preparation,
+    config: GenerationConfig,
+    prompts: list[torch.Tensor],
+    paddings: list[int],
+    prefix_allowed_tokens_fn,
+    logits_processor,
+) -> RowProcessors:
+    """Processors of its own for each row, whose prompt is without the padding that `config` counts in."""
+    copies = config.num_return_sequences or 1
+    configs = [config_of_row(config, padding) for padding in paddings]
+    constraints = [allow_for_row(prefix_allowed_tokens_fn, row // copies) for row in range(len(prompts))]
+    processors = [
+        make_processors(preparation, *row, logits_processor) for row in zip(configs, prompts, constraints, strict=True)
+    ]
+    return RowProcessors(processors, [prompt.shape[1] for prompt in prompts], configs)
 
 
 def make_processors(
