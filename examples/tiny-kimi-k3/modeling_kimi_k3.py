@@ -53,9 +53,12 @@ def kda_recurrent(q, k, v, g, beta, initial_state=None):
 
 def kda_chunk(q, k, v, g, beta, initial_state=None):
     """KDA chunk by chunk, up to 16 steps each. Shapes and dtypes: see the note above."""
-    batch, _, heads, key_dim = q.shape
+    batch, steps, heads, key_dim = q.shape
     inputs = [x.float().transpose(1, 2) for x in (q, k, v, g, beta[..., None])]
     state = v.new_zeros(batch, heads, v.shape[-1], key_dim) if initial_state is None else initial_state
+    if steps <= KDA_CHUNK:
+        output, state = kda_one_chunk(*inputs, state.float())
+        return output.transpose(1, 2) * key_dim**-0.5, state
     outputs, state = [], state.float()
     for chunk in zip(*(x.split(KDA_CHUNK, dim=2) for x in inputs), strict=True):
         output, state = kda_one_chunk(*chunk, state)
@@ -76,14 +79,16 @@ def kda_one_chunk(q, k, v, g, beta, state):
     log_decay = g.cumsum(2)
     middle = log_decay[:, :, (steps - 1) // 2, None]
     later = (log_decay - middle).exp()
-    k_earlier, state = k / later, state * middle.exp()
-    met = torch.cat([k * later, q * later], dim=2) @ torch.cat([k_earlier, state], dim=2).mT
-    by_keys, by_queries = met.chunk(2, dim=2)
-    overlap, held = by_keys[..., :steps], by_keys[..., steps:]
-    # Of the overlap the solver reads only what lies below the diagonal.
-    w = torch.linalg.solve_triangular(overlap * beta, (v - held) * beta, upper=False, unitriangular=True)
+    k_earlier = k / later
+    past = torch.cat([k_earlier, state * middle.exp()], dim=2)
+    by_keys, by_queries = (torch.cat([k * later, q * later], dim=2) @ past.mT).split(steps, dim=2)
+    by_keys = by_keys * beta
+    # Of the keys' overlap the solver reads only what lies below the diagonal.
+    w = torch.linalg.solve_triangular(
+        by_keys[..., :steps], v * beta - by_keys[..., steps:], upper=False, unitriangular=True
+    )
     output = by_queries[..., :steps].tril() @ w + by_queries[..., steps:]
-    return output, (state + w.mT @ k_earlier) * later[:, :, -1:]
+    return output, (past[:, :, steps:] + w.mT @ k_earlier) * later[:, :, -1:]
 
 
 def l2_normalise(x):
@@ -401,17 +406,18 @@ class KimiSparseMoeBlock(nn.Module):
         return routed
 
     def _run_side_by_side(self, latent, experts, weights):
-        """All experts that any row chose as one wide expert, on all rows; where a row did not choose one, it weighs 0.
+        """All experts that any row may have chosen as one wide expert, on all rows; where a row did not, it weighs 0.
 
         Shapes as in `_run_one_by_one`.
         """
-        chosen, places = experts.unique(return_inverse=True)
-        every = list(self.experts)
-        running = [every[expert] for expert in chosen.tolist()]
+        running = list(self.experts)
+        if experts.numel() < len(running):
+            chosen, experts = experts.unique(return_inverse=True)
+            running = [running[expert] for expert in chosen.tolist()]
         gate_and_up = torch.cat([expert.w1.weight for expert in running] + [expert.w3.weight for expert in running])
         gate, up = F.linear(latent, gate_and_up).chunk(2, dim=-1)
         inner = situ(gate, up, *running[0].betas).unflatten(-1, (len(running), -1))
-        shares = weights.new_zeros(len(latent), len(running)).scatter(1, places, weights)
+        shares = weights.new_zeros(len(latent), len(running)).scatter(1, experts, weights)
         down = torch.cat([expert.w2.weight for expert in running], dim=1)
         return F.linear((inner * shares[..., None]).flatten(1), down)
 
