@@ -34,7 +34,7 @@ CUTTABLE_LAYERS = ("DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFu
 REPLAY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-3}
 LOW_PRECISION_TOLERANCE = 5e-2
 
-LAYERS_AT_ONCE = 12  # replayed in one go: few enough that the copies of their states stay small beside the whole state
+LAYERS_AT_ONCE = 8  # replayed in one go: few enough that the copies of their states stay small beside the whole state
 
 
 @dataclass

@@ -53,12 +53,9 @@ def kda_recurrent(q, k, v, g, beta, initial_state=None):
 
 def kda_chunk(q, k, v, g, beta, initial_state=None):
     """KDA chunk by chunk, up to 16 steps each. Shapes and dtypes: see the note above."""
-    batch, steps, heads, key_dim = q.shape
+    batch, _, heads, key_dim = q.shape
     inputs = [x.float().transpose(1, 2) for x in (q, k, v, g, beta[..., None])]
     state = v.new_zeros(batch, heads, v.shape[-1], key_dim) if initial_state is None else initial_state
-    if steps <= KDA_CHUNK:
-        output, state = kda_one_chunk(*inputs, state.float())
-        return output.transpose(1, 2) * key_dim**-0.5, state
     outputs, state = [], state.float()
     for chunk in zip(*(x.split(KDA_CHUNK, dim=2) for x in inputs), strict=True):
         output, state = kda_one_chunk(*chunk, state)
